@@ -10,6 +10,9 @@ PIP    := .ci/pip_install.sh $(VENV) --constraint constraints.txt
 # Published models of other projects that the tests run. Their packages list dependencies that the models do not use,
 # so they are installed without dependencies.
 MODELS := gemma google-tunix penzai ordered-set
+# MaxText's trainer, from Python 3.12 on. The package itself is installed without dependencies; these are what it imports.
+MAXTEXT := aqtp qwix grain omegaconf pathwaysutils tokamax drjax sympy ml-collections tensorboardX pillow tiktoken \
+  datasets sentencepiece
 # Servers of S3 and Google Cloud Storage on loopback, for the tests of --copy-to, without dependencies: the older versions
 # that they ask for are not needed.
 SERVERS := moto boto3 botocore s3transfer jmespath responses xmltodict py-partiql-parser cryptography cffi pycparser \
@@ -104,4 +107,6 @@ $(VENV)/.test-all: $(VENV)/.test
 	@echo "adding what the slow tests need: torch, transformers, lm-eval, the CUDA compiler, servers of S3 and GCS (minutes, once)"
 	@$(PIP) --editable '.[plan,interop,harness]'
 	@$(PIP) --no-deps $(MODELS) $(SERVERS)
+	@! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  { $(PIP) $(MAXTEXT) && $(PIP) --no-deps maxtext; }
 	@touch $@

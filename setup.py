@@ -1,7 +1,8 @@
 """What a package index shows beside pyproject.toml: the README with links that work there, and where the code lives.
 
 The address of the repository is HALFBYTE_URL, or the clone's own `origin` if that is a web address. Where neither is
-known the links become plain text, and no address is claimed.
+known the links become plain text, and no address is claimed. A repository on GitHub also gets a badge of its tests and
+a link that opens the notebook in Colab.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+BADGES = re.compile(r"<!-- badges:.*?-->\n", re.S)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)")
 
 
@@ -36,7 +38,17 @@ def page(address: str) -> str:
         kind = "raw" if picture else "blob"
         return f"{picture}[{text}]({address}/{kind}/main/{path})" if address else "" if picture else text
 
-    return LINK.sub(absolute, (ROOT / "README.md").read_text(encoding="utf-8"))
+    text = BADGES.sub(badges(address), (ROOT / "README.md").read_text(encoding="utf-8"))
+    return LINK.sub(absolute, text)
+
+
+def badges(address: str) -> str:
+    """The state of the tests and the hosted notebook of a repository on GitHub, as a line of Markdown, or ""."""
+    if not address.startswith("https://github.com/"):
+        return ""
+    tests, name = f"{address}/actions/workflows/ci.yml", address.removeprefix("https://github.com/")
+    notebook = f"https://colab.research.google.com/github/{name}/blob/main/docs/nvfp4-in-ten-minutes.ipynb"
+    return f"[![tests]({tests}/badge.svg)]({tests}) [Open the notebook in Colab]({notebook})\n\n"
 
 
 def addresses(address: str) -> dict[str, str]:

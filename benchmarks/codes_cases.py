@@ -13,37 +13,44 @@ from kernel_cases import KEYS, MLPS
 from kernel_timing import Case, Function, random_array
 
 from halfbyte import kernels as K
-from halfbyte.kernels import Columnwise, Rowwise, ScaleOrder, codes, mxfp8
-from halfbyte.kernels.launch import Lanes
-from halfbyte.kernels.mxfp8 import MxOperand
+from halfbyte.kernels import ColumnwiseOperand, RowwiseOperand, ScaleLayout, mxfp8_quantize, nvfp4_untiled
+from halfbyte.kernels.mosaic_launch import LaunchConfig
+from halfbyte.kernels.mxfp8_quantize import MxOperandSpec
 
 # Enough tokens that kernels are timed, and not their launches.
 ODD = ((65536, 1376), (65536, 1408), (65536, 2731), (65536, 2816), (16384, 10944), (16384, 11008))
 PASS, CODES = 2.0 + 2.0, 0.5 + 1 / 16  # bytes an element: two reads of bf16; a code and its share of the scale
-PLAIN, TILED = ScaleOrder.PLAIN, ScaleOrder.TILED
+PLAIN, TILED = ScaleLayout.PLAIN, ScaleLayout.TILED
 MX_CODES = 1 + 1 / 32
-MX_BOTH = MxOperand(False, TILED), MxOperand(True, TILED)
-MX_GRADIENTS = tuple(MxOperand(bool(along), TILED, tensor=i) for i, along in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 1)))
+MX_BOTH = MxOperandSpec(False, TILED), MxOperandSpec(True, TILED)
+MX_GRADIENTS = tuple(
+    MxOperandSpec(bool(along), TILED, tensor=i) for i, along in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 1))
+)
 UNIT = np.array([5, 537.6, 1 / 537.6, 89.6, 1 / 537.6, 0, 0, 0], np.float32)  # the scales of a tensor of amax 5
 
 
 def _both(x, k0, k1, *, stochastic: bool = False, order: Any = TILED, hadamard: bool = True):
-    scales = K.tensor_scales(*K.maxima(x, hadamard=hadamard))
-    row = Rowwise(scales[0], k0 if stochastic else None, codes=order)
-    column = Columnwise(scales[-1], k1 if stochastic else None, hadamard=hadamard, codes=order)
-    return K.quantize(x, rows=row, columns=column)
+    scales = K.compute_tensor_scales(*K.partial_amax(x, hadamard=hadamard))
+    row = RowwiseOperand(scales[0], k0 if stochastic else None, code_scale_layout=order)
+    column = ColumnwiseOperand(scales[-1], k1 if stochastic else None, hadamard=hadamard, code_scale_layout=order)
+    return K.quantize_tiled(x, rows=row, columns=column)
 
 
 def _rows(x, k0, k1):
-    return K.quantize(x, rows=Rowwise(K.tensor_scale(K.maxima(x, hadamard=False)[0]), codes=TILED))
+    return K.quantize_tiled(
+        x, rows=RowwiseOperand(K.compute_tensor_scale(K.partial_amax(x, hadamard=False)[0]), code_scale_layout=TILED)
+    )
 
 
 def _alone(x, k0, k1, *, stochastic: bool = False):
     """Codes of rows and columns, by scales that are there."""
     keys = (k0, k1) if stochastic else (None, None)
-    sides = Rowwise(UNIT, keys[0], codes=TILED), Columnwise(UNIT, keys[1], codes=TILED)
-    made = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], [(side, 0) for side in sides])
-    return made(lanes=Lanes(4, 4), name="codes_alone")
+    sides = (
+        RowwiseOperand(UNIT, keys[0], code_scale_layout=TILED),
+        ColumnwiseOperand(UNIT, keys[1], code_scale_layout=TILED),
+    )
+    made = functools.partial(nvfp4_untiled.quantize_untiled, [x], lambda m, rows: [rows], [(side, 0) for side in sides])
+    return made(lanes=LaunchConfig(4, 4), name="codes_alone")
 
 
 PASSES: dict[str, tuple[Function, float]] = {  # over x and keys, and compulsory bytes an element
@@ -54,27 +61,40 @@ PASSES: dict[str, tuple[Function, float]] = {  # over x and keys, and compulsory
     "codes pass, rows": (_rows, PASS + CODES),
     "codes alone": (_alone, 2 + 2 * CODES),
     "codes_sr alone": (functools.partial(_alone, stochastic=True), 2 + 2 * CODES),
-    "mxfp8": (lambda x, k0, k1: mxfp8.quantize(x, operands=MX_BOTH), 2 + 2 * MX_CODES),
+    "mxfp8": (lambda x, k0, k1: mxfp8_quantize.quantize_mxfp8(x, operands=MX_BOTH), 2 + 2 * MX_CODES),
     "copy": (lambda x, k0, k1: -x, 4.0),
 }
 
 
 def _forward(g, u, d, k):
-    row, column = K.tensor_scales(*K.forward_maxima(g, u))
-    return K.quantize_forward(g, u, rows=Rowwise(row, codes=TILED), columns=Columnwise(column, codes=TILED))
+    row, column = K.compute_tensor_scales(*K.swiglu_forward_amax(g, u))
+    return K.swiglu_quantize_forward(
+        g,
+        u,
+        rows=RowwiseOperand(row, code_scale_layout=TILED),
+        columns=ColumnwiseOperand(column, code_scale_layout=TILED),
+    )
 
 
 def _gated(g, u, d, k):
-    scales = K.tensor_scales(*K.backward_maxima(g, u, d, tensors=3))
-    sides = [(Rowwise(scales[i], k, codes=TILED), Columnwise(scales[i + 1], k, codes=TILED)) for i in (0, 2)]
-    return K.quantize_backward(g, u, d, dg=sides[0], du=sides[1], h=Columnwise(scales[5], codes=TILED))
+    scales = K.compute_tensor_scales(*K.swiglu_backward_amax(g, u, d, tensors=3))
+    sides = [
+        (
+            RowwiseOperand(scales[i], k, code_scale_layout=TILED),
+            ColumnwiseOperand(scales[i + 1], k, code_scale_layout=TILED),
+        )
+        for i in (0, 2)
+    ]
+    return K.swiglu_quantize_backward(
+        g, u, d, dg=sides[0], du=sides[1], h=ColumnwiseOperand(scales[5], code_scale_layout=TILED)
+    )
 
 
 GATED: dict[str, tuple[Function, float]] = {  # over g, u, dh and a key
     "swiglu_codes forward": (_forward, 8 + 2 * CODES),
     "swiglu_codes backward": (_gated, 12 + 5 * CODES),
     "mxfp8_swiglu backward": (
-        lambda g, u, d, k: mxfp8.quantize_backward(g, u, d, operands=MX_GRADIENTS),
+        lambda g, u, d, k: mxfp8_quantize.quantize_swiglu_backward_mxfp8(g, u, d, operands=MX_GRADIENTS),
         6 + 5 * MX_CODES,
     ),
 }
@@ -93,8 +113,8 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
 
 
 def _carriers(x, k0, k1):
-    row, column = K.tensor_scales(*K.maxima(x))
-    return K.quantize(x, rows=Rowwise(row), columns=Columnwise(column, packed=True))
+    row, column = K.compute_tensor_scales(*K.partial_amax(x))
+    return K.quantize_tiled(x, rows=RowwiseOperand(row), columns=ColumnwiseOperand(column, packed=True))
 
 
 def _odd_cases() -> list[Case]:

@@ -25,7 +25,7 @@ from typing import Annotated
 
 import tyro
 
-from halfbyte.metrics import read_rows
+from halfbyte.train import read_rows
 
 ENTRY = [sys.executable, "-c", "from halfbyte.cli.main import entry; entry()"]
 SOURCE = str(Path(__file__).resolve().parents[1] / "src")

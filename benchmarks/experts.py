@@ -27,21 +27,21 @@ import numpy as np
 import tyro
 from kernel_timing import Case, run_cases, write
 
-from halfbyte import bench
-from halfbyte.bench.fitting import bytes_needed
-from halfbyte.bench.timing import synthetic_batch
+from halfbyte import plan
 from halfbyte.cli import bench as command
-from halfbyte.kernels import grouped
-from halfbyte.kernels.matmul import GemmTiling
-from halfbyte.profiling.breakdown import Placer, breakdown, events_of
-from halfbyte.program import read
+from halfbyte.hlo import parse_hlo
+from halfbyte.hlo.trace_breakdown import EventClassifier, device_events, step_time_breakdown
+from halfbyte.kernels import hopper_grouped_gemm
+from halfbyte.kernels.hopper_gemm import GemmTiling
+from halfbyte.plan.step_placement import peak_bytes
+from halfbyte.plan.step_timing import synthetic_batch
 from halfbyte.train import create_state, run_mesh
 
 EXPERTS, WIDTH, HIDDEN, ROWS = 128, 2048, 768, 2048
 PEAK_ROWS = EXPERTS * ROWS
 STEP = command.Args("qwen3-30b-a3b", policy="experts", batch=8, seq=4096, layers=8)
 STEPS, LONGEST = 3, 40
-TRIED = (GemmTiling(), GemmTiling(64, 256, split="m"))
+TRIED = (GemmTiling(), GemmTiling(64, 256, warpgroup_split_dim="m"))
 Job = tuple[Callable[..., Any], tuple[jax.Array, ...]]
 
 
@@ -50,7 +50,7 @@ def speed(out: Path) -> dict[str, Any]:
     random = np.random.default_rng(0)
     counts = random.multinomial(PEAK_ROWS, random.dirichlet(np.full(EXPERTS, 20.0)))
     equal = np.full(EXPERTS, ROWS)
-    rows = int(tiles_of(counts).sum()) * grouped.ROWS
+    rows = int(tiles_of(counts).sum()) * hopper_grouped_gemm.GROUP_TILE_ROWS
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy = (jax.random.normal(k, (rows, n), jnp.bfloat16) for k, n in zip(keys, (WIDTH, HIDDEN), strict=False))
     w = jax.random.normal(keys[2], (EXPERTS, WIDTH, HIDDEN), jnp.bfloat16)
@@ -58,7 +58,7 @@ def speed(out: Path) -> dict[str, Any]:
     jobs |= ours("equal groups", x[:PEAK_ROWS], w, dy[:PEAK_ROWS], equal)
     jobs |= einsums("equal groups", x, w, dy, ROWS)
     jobs |= einsums("room for the largest group", x, w, dy, int(counts.max()))
-    jobs |= raggeds(x, w, dy, jnp.asarray(tiles_of(counts) * grouped.ROWS, jnp.int32))
+    jobs |= raggeds(x, w, dy, jnp.asarray(tiles_of(counts) * hopper_grouped_gemm.GROUP_TILE_ROWS, jnp.int32))
     found: dict[str, Any] = {"rows": rows, "true rows": PEAK_ROWS, "largest group": int(counts.max())}
     if importlib.util.find_spec("tokamax") is None:
         found["tokamax"] = "not installed here"
@@ -71,7 +71,7 @@ def speed(out: Path) -> dict[str, Any]:
 
 
 def tiles_of(counts: np.ndarray) -> np.ndarray:
-    return -(-counts // grouped.ROWS)
+    return -(-counts // hopper_grouped_gemm.GROUP_TILE_ROWS)
 
 
 def ours(what: str, x: jax.Array, w: jax.Array, dy: jax.Array, counts: np.ndarray) -> Iterator[tuple[str, Job]]:
@@ -79,13 +79,16 @@ def ours(what: str, x: jax.Array, w: jax.Array, dy: jax.Array, counts: np.ndarra
     experts = jnp.asarray(np.repeat(np.arange(EXPERTS), tiles_of(counts)), jnp.int32)
     alpha, sizes = jnp.ones(EXPERTS, jnp.float32), jnp.asarray(counts, jnp.int32)
     gemms: dict[str, Job] = {
-        "fprop": (grouped.rows, (x, w, alpha, experts)),
-        "dgrad": (partial(grouped.rows, layout="nt"), (dy, w, alpha, experts)),
-        "wgrad": (grouped.contraction, (x, dy, alpha, sizes)),
+        "fprop": (hopper_grouped_gemm.grouped_gemm, (x, w, alpha, experts)),
+        "dgrad": (partial(hopper_grouped_gemm.grouped_gemm, layout="nt"), (dy, w, alpha, experts)),
+        "wgrad": (hopper_grouped_gemm.grouped_wgrad_gemm, (x, dy, alpha, sizes)),
     }
     for name, (fn, args) in gemms.items():
         for t in TRIED[: None if what == "drawn groups" else 1]:
-            yield f"ours {name}, {what}, {t.m}x{t.n} {t.split}", (partial(fn, tiling=t), args)
+            yield (
+                f"ours {name}, {what}, {t.warpgroup_m}x{t.warpgroup_n} {t.warpgroup_split_dim}",
+                (partial(fn, tiling=t), args),
+            )
 
 
 def einsums(what: str, x: jax.Array, w: jax.Array, dy: jax.Array, room: int) -> Iterator[tuple[str, Job]]:
@@ -118,7 +121,7 @@ def step(out: Path, recipes: str = "bf16", unroll: str = "1,0") -> dict[str, Any
     """Of each of `recipes` and each `unroll` (layers a turn of the loop; 0: all, no loop), several with commas:
     milliseconds a step, shares by kind, and the longest kernels.
     """
-    command.prepare(STEP)
+    command.prepare_environment(STEP)
     found: dict[str, Any] = {}
     for recipe_name, turns in itertools.product(recipes.split(","), unroll.split(",")):
         one = found[f"{recipe_name}, unroll {turns}"] = captured(recipe_name, int(turns))
@@ -131,11 +134,11 @@ def step(out: Path, recipes: str = "bf16", unroll: str = "1,0") -> dict[str, Any
 def captured(recipe_name: str, unroll: int) -> dict[str, Any]:
     """A few steps timed, then a few under the profiler: without CUDA graphs, in which kernels name no instruction."""
     begun = time.perf_counter()
-    config = command.config_of(dataclasses.replace(STEP, unroll=unroll), recipe_name, "none")
+    config = command.bench_config(dataclasses.replace(STEP, unroll=unroll), recipe_name, "none")
     moments = dataclasses.replace(config.optimizer, mu_dtype="bfloat16", nu_dtype="bfloat16")  # or it does not fit
     config = dataclasses.replace(config, optimizer=moments)
     mesh = run_mesh(config)
-    run = bench.compile_step(config, mesh, seq=STEP.seq, options={"xla_gpu_enable_command_buffer": ""})
+    run = plan.compile_step(config, mesh, seq=STEP.seq, options={"xla_gpu_enable_command_buffer": ""})
     compile_s = time.perf_counter() - begun
     state, batch = create_state(config, mesh), synthetic_batch(config, mesh, STEP.seq)
 
@@ -156,8 +159,8 @@ def captured(recipe_name: str, unroll: int) -> dict[str, Any]:
         return {
             "milliseconds": round(milliseconds, 1),
             "compile_s": round(compile_s),
-            "gib": round(bytes_needed(run) / 2**30, 1),
-            "shares": {kind: round(share, 4) for kind, share in breakdown(trace, run.as_text()).items()},
+            "gib": round(peak_bytes(run) / 2**30, 1),
+            "shares": {kind: round(share, 4) for kind, share in step_time_breakdown(trace, run.as_text()).items()},
             "longest": longest(trace, run.as_text()),
         }
 
@@ -165,8 +168,12 @@ def captured(recipe_name: str, unroll: int) -> dict[str, Any]:
 def longest(trace: Path, program_text: str) -> list[tuple[float, int, str, str, str]]:
     """(milliseconds a step, calls, kind, name, where it comes from) of the instructions that take most; those of one
     name and origin, as the layers of an unrolled program have, are one."""
-    devices, program = events_of(trace), read(program_text)
-    place, took, calls = Placer(program), defaultdict[tuple[str, ...], float](float), Counter[tuple[str, ...]]()
+    devices, program = device_events(trace), parse_hlo(program_text)
+    place, took, calls = (
+        EventClassifier(program),
+        defaultdict[tuple[str, ...], float](float),
+        Counter[tuple[str, ...]](),
+    )
     for event in devices[min(devices)]:
         kind, name = place(event), event.instruction or event.kernel
         if kind is not None:

@@ -13,9 +13,9 @@ from kernel_cases import scale_of
 from kernel_timing import Case, Function, random_array
 
 from halfbyte import kernels as K
-from halfbyte.kernels import f8
-from halfbyte.kernels.matmul import matmul
-from halfbyte.kernels.scale import GEMM
+from halfbyte.kernels import fp8_cast
+from halfbyte.kernels.hopper_gemm import matmul
+from halfbyte.kernels.tensor_scale_kernel import GEMM_ALPHA_INDEX
 
 LAST = (((1,), (1,)), ((), ()))  # the contraction, of both
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
@@ -46,20 +46,20 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
 
 def _variants(layout: str, dtype: Any) -> dict[str, Function]:
     def scaled(a, b, s, t):
-        return (dot(a, b, layout, jnp.float32) * (s[GEMM] * t[GEMM])).astype(dtype)
+        return (dot(a, b, layout, jnp.float32) * (s[GEMM_ALPHA_INDEX] * t[GEMM_ALPHA_INDEX])).astype(dtype)
 
     ours = functools.partial(matmul, layout=layout, out_dtype=dtype)
     return {"default": ours, "xla, no alpha": lambda a, b, s, t: dot(a, b, layout, dtype), "xla, alpha": scaled}
 
 
 def f8_cases(shapes: list[tuple[int, int]]) -> list[Case]:
-    out, scale = [], K.tensor_scale(K.amax_bits(jnp.float32(5.0)), top=448.0)
+    out, scale = [], K.compute_tensor_scale(K.amax_to_bits(jnp.float32(5.0)), top=448.0)
     for shape in shapes:
         elements = float(np.prod(shape))
         xs = [(random_array(shape, i), scale) for i in range(4)]
         three = [(*(random_array(shape, 3 * i + j) for j in range(3)), scale) for i in range(2)]
         out.append(Case("copy", shape, "jnp.copy", jnp.copy, [x[:1] for x in xs], 4 * elements))
-        out.append(Case("f8_cast", shape, "", f8.cast, xs, 4 * elements))
+        out.append(Case("f8_cast", shape, "", fp8_cast.fp8_cast_transpose, xs, 4 * elements))
         out.append(Case("f8_swiglu_backward", shape, "", cast_backward, three, 11 * elements))
     ways = {"float32 out, alpha": scaled_sums, "scales on the operands": dequantized, "the same, split sums": split}
     for m, n, k in ((16384, 8192, 2048), (16384, 2048, 8192), (8192, 14336, 4096), (8192, 4096, 14336)):
@@ -72,11 +72,11 @@ def f8_cases(shapes: list[tuple[int, int]]) -> list[Case]:
 
 
 def cast_backward(g, u, d, s):
-    return f8.cast_backward(g, u, d, [s, s, s])
+    return fp8_cast.fp8_swiglu_cast_backward(g, u, d, [s, s, s])
 
 
 def scaled_sums(a, b, s, t):
-    y = lax.dot_general(a, b, LAST, preferred_element_type=jnp.float32) * (s[GEMM] * t[GEMM])
+    y = lax.dot_general(a, b, LAST, preferred_element_type=jnp.float32) * (s[GEMM_ALPHA_INDEX] * t[GEMM_ALPHA_INDEX])
     return lax.reduce_precision(y, 8, 7).astype(jnp.bfloat16)
 
 
@@ -87,5 +87,7 @@ def split(a, b, s, t):
 
 def dequantized(a, b, s, t, precision=None):
     """As XLA's rewriter wants it: with its Triton GEMMs off this is one f8 GEMM that takes the float32 scales."""
-    left, right = (codes.astype(jnp.bfloat16) * scale[GEMM].astype(jnp.bfloat16) for codes, scale in ((a, s), (b, t)))
+    left, right = (
+        codes.astype(jnp.bfloat16) * scale[GEMM_ALPHA_INDEX].astype(jnp.bfloat16) for codes, scale in ((a, s), (b, t))
+    )
     return lax.dot_general(left, right, LAST, precision=precision, preferred_element_type=jnp.bfloat16)

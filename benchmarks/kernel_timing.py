@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfbyte.cli.bench import versions
+from halfbyte.cli.bench import bench_versions
 
 Function = Callable[..., Any]
 
@@ -117,7 +117,7 @@ def write(out: pathlib.Path | None, found: dict[str, Any]) -> None:
     """The figures with device, versions and commit."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"environment": versions(), **found}, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps({"environment": bench_versions(), **found}, indent=1) + "\n", encoding="utf-8")
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_timing import Case, random_array
 
-from halfbyte.kernels import norm
-from halfbyte.nn.norm import rms_norm
-from halfbyte.ops.operand import add_rounded
+from halfbyte.kernels.rms_norm import rms_norm_backward, rms_norm_forward, unsupported_norm
+from halfbyte.ops.operand import add_and_round
+from halfbyte.ops.rms_norm_vjp import rms_norm
 
 EPS = 1e-5
 
@@ -20,29 +20,29 @@ def by_xla(x: jax.Array, scale: jax.Array, carry: jax.Array, *gradients: jax.Arr
     _, pull = jax.vjp(lambda x, s: rms_norm(x, s, EPS), x, scale)
     total = gradients[0]
     for each in gradients[1:]:
-        total = add_rounded(total, each)
+        total = add_and_round(total, each)
     dx, ds = pull(total)
     return carry + dx, ds
 
 
 def by_kernel(x: jax.Array, scale: jax.Array, carry: jax.Array, *gradients: jax.Array) -> Any:
     """The same; r is made first, as XLA makes it above."""
-    return only_backward(x, norm.forward(x, scale, eps=EPS)[1], scale, carry, *gradients)
+    return only_backward(x, rms_norm_forward(x, scale, eps=EPS)[1], scale, carry, *gradients)
 
 
 def forward_by_kernel(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return norm.forward(x, scale, eps=EPS)[0]
+    return rms_norm_forward(x, scale, eps=EPS)[0]
 
 
 def only_backward(x: jax.Array, inverse: jax.Array, scale: jax.Array, carry: jax.Array, *gradients: jax.Array) -> Any:
-    dx, parts = norm.backward(x, inverse, scale, carry, gradients)
+    dx, parts = rms_norm_backward(x, inverse, scale, carry, gradients)
     return dx, jnp.sum(parts, axis=0)
 
 
 def cases(shapes: list[tuple[int, int]]) -> list[Case]:
     made = []
     for shape in shapes:
-        if norm.unsupported(*shape):
+        if unsupported_norm(*shape):
             continue
         elements, scale = float(np.prod(shape)), random_array(shape[1:], 9, jnp.float32)
         xs = [(random_array(shape, i),) for i in range(4)]

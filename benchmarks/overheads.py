@@ -24,22 +24,21 @@ from pathlib import Path
 
 import tyro
 
-from halfbyte.devices.platform import settle_platform
+from halfbyte.devices.compile_target import force_cpu_without_gpu
 
-settle_platform(os.environ)
+force_cpu_without_gpu(os.environ)
 
 import jax  # noqa: E402
 
-from halfbyte.checkpoint import Checkpoints  # noqa: E402
-from halfbyte.cli.bench import versions  # noqa: E402
-from halfbyte.diagnosis.radar import Radar  # noqa: E402
-from halfbyte.diagnosis.telemetry import Telemetry  # noqa: E402
-from halfbyte.runs import run_config  # noqa: E402
+from halfbyte.checkpoint import CheckpointManager  # noqa: E402
+from halfbyte.cli.bench import bench_versions  # noqa: E402
+from halfbyte.evaluation.inspection import Telemetry  # noqa: E402
+from halfbyte.evaluation.radar import Radar  # noqa: E402
 from halfbyte.train import create_state, phases, run_mesh  # noqa: E402
-from halfbyte.train.observing import Moment  # noqa: E402
-from halfbyte.train.source import open_source, to_mesh  # noqa: E402
-from halfbyte.train.state import bit_sum  # noqa: E402
-from halfbyte.train.step import compiler_options, make_train_step  # noqa: E402
+from halfbyte.train.batch_source import make_global_batch, open_batch_source  # noqa: E402
+from halfbyte.train.run_presets import run_config  # noqa: E402
+from halfbyte.train.train_state import StepSnapshot, params_checksum  # noqa: E402
+from halfbyte.train.train_step import compiler_options, make_train_step  # noqa: E402
 
 GUARDS, SAVING = 0.02, 0.01
 PLAIN = 20  # steps without a save that those with it are held against
@@ -74,7 +73,7 @@ def guards(programs, state, batch, *, rounds: int, steps: int) -> dict:
     for number in range(rounds + 1):
         state, guarded_s = seconds(programs["guarded"], state, batch, steps)
         bare, bare_s = seconds(programs["bare"], dataclasses.replace(state, sentinel=None), batch, steps)
-        state = dataclasses.replace(bare, sentinel=jax.jit(bit_sum)(bare.params))
+        state = dataclasses.replace(bare, sentinel=jax.jit(params_checksum)(bare.params))
         if number:
             times["guarded"].append(guarded_s)
             times["bare"].append(bare_s)
@@ -130,9 +129,9 @@ def looking(observers, moment, step_s: float) -> dict:
 
 def everything_compiled(config, mesh, state, batch, observers, store) -> dict:
     """The steps; the observers take a first look meanwhile, and the store takes memory for its saves."""
-    moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
+    moment = StepSnapshot(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
     states = {"guarded": state, "bare": dataclasses.replace(state, sentinel=None)}
-    with store.preparing(state.items()), ThreadPoolExecutor(4) as threads:
+    with store.warm_up(state.items()), ThreadPoolExecutor(4) as threads:
         jobs = {name: threads.submit(compiled, config, mesh, each, batch) for name, each in states.items()}
         looks = [threads.submit(observer.observe, moment) for observer in observers.values()]
         for look in looks:
@@ -185,20 +184,20 @@ def main(args: Args) -> int:
         mesh="",
     )
     mesh = run_mesh(config, jax.devices()[:1])
-    loader = open_source(config).loader(mesh)
-    batch = to_mesh(next(loader), mesh, batch=config.batch)
+    loader = open_batch_source(config).loader(mesh)
+    batch = make_global_batch(next(loader), mesh, batch=config.batch)
     loader.close()
-    facts = {"model": args.model, "recipe": args.recipe, "batch": args.batch, "seq": args.seq, **versions()}
+    facts = {"model": args.model, "recipe": args.recipe, "batch": args.batch, "seq": args.seq, **bench_versions()}
     with tempfile.TemporaryDirectory(prefix="halfbyte-overheads-") as folder:
         observers = {name: kind(every, Path(folder)) for name, (kind, every, _) in LOOKS.items()}
-        store = Checkpoints(Path(folder) / "checkpoints", keep_last=1)
+        store = CheckpointManager(Path(folder) / "checkpoints", keep_last=1)
         state = create_state(config, mesh)
         programs = everything_compiled(config, mesh, state, batch, observers, store)
         facts["guards"] = guards(programs, state, batch, rounds=args.rounds, steps=args.steps)
         state = facts["guards"].pop("state")
         facts["saving"] = saving(programs["guarded"], state, batch, store, interval=args.interval)
         state, step_s = seconds(programs["guarded"], facts["saving"].pop("state"), batch, args.steps)
-        moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
+        moment = StepSnapshot(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
         facts["looks"] = looking(observers, moment, step_s)
     within = told(facts, args.interval)
     print(json.dumps(facts))

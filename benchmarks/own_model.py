@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import tyro
 
 import halfbyte as hb
-from halfbyte.cli.bench import versions
-from halfbyte.recipe import step_key
+from halfbyte.cli.bench import bench_versions
+from halfbyte.recipes import step_key
 
 VOCABULARY, HEADS = 32768, 16
 ARMS = {"bf16": None, "nvfp4 mlp": ("mlp", "nvfp4"), "nvfp4 all_linear": ("all_linear", "nvfp4"),
@@ -113,7 +113,7 @@ def main(arms: tuple[str, ...] = tuple(ARMS), steps: int = 20, batch: int = 4, s
             found[arm]["ms_ratio"] = base["ms"] / found[arm]["ms"]
             found[arm]["compile_s_ratio"] = found[arm]["compile_s"] / base["compile_s"]
         print(arm, found[arm], file=sys.stderr, flush=True)
-    print(json.dumps(versions() | {"shape": (batch, seq), "arms": found}))
+    print(json.dumps(bench_versions() | {"shape": (batch, seq), "arms": found}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/parity_error_rate.py                  # 10,000 studies a row through `judge_study`: the table
     python benchmarks/parity_error_rate.py --runner 200     # 200 studies a row through the whole runner
+    python benchmarks/parity_error_rate.py --words 1000     # wrong PASS and wrong FAIL by the shape of the noise
 
 `--json FILE` keeps what was counted.
 
@@ -10,7 +11,11 @@ from look to look, as its report says, until nothing is left to do. The noise of
 fifth of the margin (`normal`, `t3`: Student's with three degrees of freedom, `skewed`: log-normal, the long tail on the
 side of larger gaps, where it does most harm); candidates of a study share half of its variance, as those that are
 subtracted from one baseline do. `before` are the rules without a plan: normal noise, judged at 5% after every look and
-candidate. The row `chosen after 2` are studies that begin with two seeds, and whose owner then asks for the one look
+candidate. With `--words` one candidate per study is exactly at the margin, so that PASS and FAIL are both wrong;
+`left` noise has its long tail on the side of smaller gaps, and `mild` noise is log-normal of sigma 0.5. The last rows
+are studies whose gap is the one that an earlier study of as many seeds has printed as "called FAIL in 80%".
+
+The row `chosen after 2` are studies that begin with two seeds, and whose owner then asks for the one look
 that makes a PASS most likely; `before`, it was given.
 """
 
@@ -23,18 +28,28 @@ from collections.abc import Callable, Iterator
 from json import dumps, loads
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import tyro
 
-from halfbyte.parity.margin import parse_margin
-from halfbyte.parity.statistics import t_quantile
-from halfbyte.parity.verdict import Word, judge, judge_study
+from halfbyte.study import equivalence_test
+from halfbyte.study.equivalence_test import (
+    FAIL_SHARE,
+    SIGNIFICANCE_LEVEL,
+    VerdictKind,
+    detectable_excess,
+    judge_all_arms,
+    judge_arm,
+    parse_margin,
+    student_t_quantile,
+)
 
 MARGIN = parse_margin("0.5%")
 SPREAD = 0.2 * MARGIN.value
 KINDS = ("normal", "t3", "skewed")
+SHAPES = (*KINDS, "skewed left", "mild", "mild left")  # of --words
 PLANS = ((3,), (5,), (8,), (3, 5), (3, 5, 8), (3, 4, 5, 6, 7, 8))  # looks
 CANDIDATES = (1, 8)
 ASKED = tuple((count,) for count in range(3, 9))  # what a sly owner of two seeds may ask for
@@ -49,7 +64,11 @@ def draw(random: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.n
         return random.standard_normal(shape)
     if kind == "t3":
         return random.standard_t(3, shape) / np.sqrt(3)
-    return (np.exp(random.standard_normal(shape)) - np.exp(0.5)) / np.sqrt((np.e - 1) * np.e)
+    if kind.endswith(" left"):
+        return -draw(random, kind.removesuffix(" left"), shape)
+    variance = 0.25 if kind == "mild" else 1.0  # of the logarithm
+    mean = np.exp(variance / 2)
+    return (random.lognormal(0, np.sqrt(variance), shape) - mean) / (mean * np.sqrt(np.exp(variance) - 1))
 
 
 def gaps(random: np.random.Generator, kind: str, *, studies: int, candidates: int, seeds: int) -> np.ndarray:
@@ -64,18 +83,48 @@ def gaps(random: np.random.Generator, kind: str, *, studies: int, candidates: in
 def passes(study: np.ndarray, looks: tuple[int, ...]) -> bool:
     """Whether any candidate of one study, [candidates, seeds], passes by the plan's rules."""
     results = {str(name): dict(enumerate(row.tolist())) for name, row in enumerate(study)}
-    found = judge_study(results, MARGIN, seeds=range(looks[-1]), looks=looks)
-    return any(verdict.word is Word.PASS for verdict in found.values())
+    found = judge_all_arms(results, MARGIN, seeds=range(looks[-1]), looks=looks)
+    return any(verdict.word is VerdictKind.PASS for verdict in found.values())
+
+
+def word_rates(kind: str, looks: tuple[int, ...], studies: int, fail_share: float = FAIL_SHARE) -> dict[str, float]:
+    """Shares of studies whose candidate, exactly at the margin, has each word at the plan's end; a FAIL takes
+    `fail_share` of the level."""
+    random = np.random.default_rng([SHAPES.index(kind), *looks])
+    found = gaps(random, kind, studies=studies, candidates=1, seeds=looks[-1])[:, 0]
+    arms = [{"a": dict(enumerate(row.tolist()))} for row in found]
+    with mock.patch.object(equivalence_test, "FAIL_SHARE", fail_share):
+        words = [judge_all_arms(arm, MARGIN, seeds=range(looks[-1]), looks=looks)["a"].word for arm in arms]
+    return {word.value: words.count(word) / studies for word in VerdictKind}
+
+
+def stated_power(seeds: int, studies: int) -> float:
+    """Share of FAIL among studies whose gap an earlier study, of as many seeds, has stated for 80%."""
+    random = np.random.default_rng(seeds)
+    earlier, later = SPREAD * random.standard_normal((2, studies, seeds))
+    excess = detectable_excess(1.0, seeds, alpha=SIGNIFICANCE_LEVEL * FAIL_SHARE, freedom=seeds - 1)
+    found = MARGIN.value + excess * earlier.std(axis=1, ddof=1, keepdims=True) + later
+    return float(np.mean([judge_arm("", dict(enumerate(row)), MARGIN).word is VerdictKind.FAIL for row in found]))
+
+
+def words_table(studies: int) -> Iterator[dict[str, Any]]:
+    """Yields a row per plan and shape of the noise, then a row per number of seeds for the stated power."""
+    for looks in ((3,), (5,), (8,), (3, 5, 8)):
+        for kind in SHAPES:
+            found, whole = word_rates(kind, looks, studies), word_rates(kind, looks, studies, fail_share=1.0)
+            yield {"looks": looks, "noise": kind, **found, "FAIL at the whole level": whole["FAIL"]}
+    for seeds in (3, 5, 8):
+        yield {"seeds": seeds, "FAIL at the gap stated for 80%": stated_power(seeds, studies)}
 
 
 def passed_before(study: np.ndarray, looks: tuple[int, ...]) -> bool:
     """The same without a plan: every candidate at 5%, at every look, until it is clear."""
     for row in study.tolist():
         for count in looks:
-            word = judge("", dict(enumerate(row[:count])), MARGIN).word
-            if word is not Word.CANNOT_TELL:
+            word = judge_arm("", dict(enumerate(row[:count])), MARGIN).word
+            if word is not VerdictKind.CANNOT_TELL:
                 break
-        if word is Word.PASS:
+        if word is VerdictKind.PASS:
             return True
     return False
 
@@ -91,15 +140,17 @@ def rates(kind: str, looks: tuple[int, ...], candidates: int, studies: int) -> t
 
 def granted(asked: tuple[int, ...]) -> tuple[int, ...]:
     """The looks of a study that was begun with two seeds and goes on as `asked`."""
-    from halfbyte.parity.arms import standard_arms
-    from halfbyte.parity.plan import Plan, first_seeds, settle
-    from halfbyte.runs import run_config
+    from halfbyte.study.arms import standard_arms
+    from halfbyte.study.study_plan import StudyPlan, seed_range, write_or_check_plan
+    from halfbyte.train.run_presets import run_config
 
     arms, base = tuple(standard_arms("bf16", ["nvfp4"])), run_config("demo")
     with tempfile.TemporaryDirectory() as folder:
-        begun = settle(Path(folder), Plan(base, arms, first_seeds(2), MARGIN))
+        begun = write_or_check_plan(Path(folder), StudyPlan(base, arms, seed_range(2), MARGIN))
         try:
-            return settle(Path(folder), Plan(base, arms, first_seeds(asked[-1]), MARGIN, looks=asked)).looks
+            return write_or_check_plan(
+                Path(folder), StudyPlan(base, arms, seed_range(asked[-1]), MARGIN, looks=asked)
+            ).looks
         except ValueError:  # refused: it goes on as it was planned
             return begun.looks
 
@@ -123,7 +174,7 @@ def sly_rates(kind: str, studies: int) -> tuple[float, float]:
 def inside(futures: np.ndarray) -> float:
     """The share of rows whose plain 90% interval is inside the margin."""
     count = futures.shape[1]
-    half = t_quantile(0.95, count - 1) * futures.std(axis=1, ddof=1) / np.sqrt(count)
+    half = student_t_quantile(0.95, count - 1) * futures.std(axis=1, ddof=1) / np.sqrt(count)
     return float(np.mean(np.abs(futures.mean(axis=1)) + half < MARGIN.value))
 
 
@@ -144,7 +195,7 @@ def table(studies: int) -> Iterator[dict[str, Any]]:
 
 def invented(losses: Callable[[str, int], float]) -> Callable[..., Any]:
     """In place of training: leaves what a run leaves, with the validation loss that `losses(arm, seed)` says."""
-    from halfbyte.train import jsonconfig
+    from halfbyte.io import dataclass_json
     from halfbyte.train.loop import RunResult
 
     def train(config: Any, folder: Path, **_: Any) -> RunResult:
@@ -156,7 +207,7 @@ def invented(losses: Callable[[str, int], float]) -> Callable[..., Any]:
             for step in range(1, config.steps + 1)
         ]  # fmt: skip
         (folder / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in rows))
-        jsonconfig.save(config, folder / "config.json")
+        dataclass_json.save_config(config, folder / "config.json")
         return RunResult(folder, config.steps)
 
     return train
@@ -166,7 +217,7 @@ def one_study(folder: Path, study: np.ndarray, looks: tuple[int, ...], random: n
     """The command, typed again as long as its report has something to come, with the seeds that it names; what it said
     last."""
     from halfbyte.cli.main import main as halfbyte
-    from halfbyte.parity import runner
+    from halfbyte.study import runner
 
     names = NAMES[: len(study)]
     levels = 3 + 0.05 * random.standard_normal(study.shape[1])
@@ -222,10 +273,14 @@ def exact(wrong: int, studies: int) -> tuple[float, float]:
     return low, float(beta.ppf(0.975, wrong + 1, studies - wrong))
 
 
-def main(studies: int = 10_000, runner: int = 0, candidates: tuple[int, ...] = CANDIDATES, json: Path | None = None):
-    """`runner` studies a row through the whole runner instead of the table; `json` keeps the rows."""
+def main(
+    studies: int = 10_000, runner: int = 0, words: int = 0, candidates: tuple[int, ...] = CANDIDATES,
+    json: Path | None = None,
+):  # fmt: skip
+    """`runner` studies a row through the whole runner, or `words` a row by the shape of the noise, instead of the
+    table; `json` keeps the rows."""
     rows, whole = [], (through_the_runner(runner, candidates=m, kind=kind) for m in candidates for kind in KINDS)
-    for row in whole if runner else table(studies):
+    for row in whole if runner else words_table(words) if words else table(studies):
         rows.append(row)
         print(dumps(row), flush=True)
         if json:

@@ -24,9 +24,9 @@ from gemm_cases import CUBLAS, dequantized, dot, shapes_of, split
 from kernel_timing import Case
 
 from halfbyte.devices import lookup
-from halfbyte.kernels.scale import GEMM
-from halfbyte.nn.attention import attention
-from halfbyte.nn.norm import rms_norm
+from halfbyte.kernels.tensor_scale_kernel import GEMM_ALPHA_INDEX
+from halfbyte.ops.attention import attention
+from halfbyte.ops.rms_norm_vjp import rms_norm
 
 TOKENS = 16_384
 MLP = {"1b": ((2048, 8192), (8192, 2048)), "8b": ((4096, 14336), (14336, 4096))}  # (in, out) of a linear
@@ -55,7 +55,7 @@ def gemm_cases() -> list[Case]:
 
 def fp8_cases() -> list[Case]:
     """Forward as it is, backward with split sums, as the recipe has them."""
-    out, scale = [], jnp.full(GEMM + 1, 0.01, jnp.float32)
+    out, scale = [], jnp.full(GEMM_ALPHA_INDEX + 1, 0.01, jnp.float32)
     for k, n in (*MLP["1b"], *MLP["8b"]):
         for m, width, inner, fn in ((TOKENS, n, k, dequantized), (TOKENS, k, n, split), (k, n, TOKENS, split)):
             given = random_array((width, inner), 9, jnp.float8_e4m3fn)

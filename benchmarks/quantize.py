@@ -16,16 +16,16 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import arg
 
-from halfbyte.devices.platform import load_jax_quietly, settle_platform
+from halfbyte.devices.compile_target import force_cpu_without_gpu, import_jax_silencing_stderr
 
-if settle_platform(os.environ):
-    load_jax_quietly()
+if force_cpu_without_gpu(os.environ):
+    import_jax_silencing_stderr()
 
 import jax
 import jax.numpy as jnp
 
 from halfbyte import formats
-from halfbyte.cli.bench import versions
+from halfbyte.cli.bench import bench_versions
 from halfbyte.formats import NVFP4, BlockFormat, all_finite, hadamard16, quantize
 
 WIDTH = 4096
@@ -75,7 +75,7 @@ def main(size: int = 64, rounds: int = 7, only: str = "", alone: Annotated[bool,
     """`size` millions (2**20) of numbers, `rounds` timed turns of each policy whose name starts with `only`."""
     x = jax.random.normal(jax.random.key(0), (size * 2**20 // WIDTH, WIDTH), jnp.float32)
     twice = jax.jit(lambda x: x * jnp.float32(2)).lower(x).compile()
-    about = versions() | {"size": f"{size} x 2**20 float32", "rounds": str(rounds)}
+    about = bench_versions() | {"size": f"{size} x 2**20 float32", "rounds": str(rounds)}
     rows = (measure(name, x, twice, rounds) for name in POLICIES if name.startswith(only))
     if alone:
         print(json.dumps({**about, "target": TARGET, "results": list(rows)}))

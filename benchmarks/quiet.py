@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -35,32 +34,34 @@ import numpy as np
 import quiet_data
 from jax import lax
 
-from halfbyte import models, optim
-from halfbyte.nn import attention as attention_module
-from halfbyte.recipe import step_key
-from halfbyte.train import jsonconfig
-from halfbyte.train.config import TrainConfig
-from halfbyte.train.precision import phases
+from halfbyte import models
+from halfbyte.io import dataclass_json
+from halfbyte.ops import attention as attention_module
+from halfbyte.recipes import step_key
+from halfbyte.train import train_step
+from halfbyte.train.precision_phases import phases
 from halfbyte.train.preflight import run_mesh
-from halfbyte.train.state import TrainState, abstract_state, create_state, init_state
-from halfbyte.train.step import (
+from halfbyte.train.train_config import TrainConfig
+from halfbyte.train.train_state import TrainState, abstract_state, create_state, init_state
+from halfbyte.train.train_step import (
     BATCH_KEYS,
     abstract_batch,
     batch_sharding,
     compiler_options,
     jit_train_step,
-    make_context,
+    make_model_context,
     make_train_step,
 )
 
 BEGAN = time.monotonic()
-LEARNING_RATE = optim.learning_rate
+LEARNING_RATE = train_step.learning_rate_schedule
 CHUNK = 128  # steps per call at most: their losses come back together
+IGNORED_TARGET = -1  # a target that is not scored
 MEASURED = 32  # steps of the first call, from which a job's time is predicted
 EVALUATIONS = 8  # per run
 AVERAGES = (0.01, 0.05)  # time constants of the averaged weights, as fractions of the run
 OF_RUN = ("optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup", "optimizer.decay", "optimizer.final",
-          "steps", "seed", "precision.twin", "name")  # fmt: skip
+          "steps", "seed", "precision.noise_seed", "name")  # fmt: skip
 RESERVE = 8.0  # seconds kept for writing
 Tree = Any
 
@@ -87,12 +88,12 @@ class Job:
         return replace(self.replicas[0].config, name="quiet", seed=0, precision=self._precision())
 
     def _precision(self) -> Any:
-        return replace(self.replicas[0].config.precision, twin=0)
+        return replace(self.replicas[0].config.precision, noise_seed=0)
 
     @property
     def key(self) -> str:
         """Equal for jobs that one compiled program serves."""
-        flat = jsonconfig.flatten(jsonconfig.to_dict(self.config))
+        flat = dataclass_json.flatten_dotted(dataclass_json.to_dict(self.config))
         kept = {name: value for name, value in flat.items() if name not in OF_RUN}
         return json.dumps([kept, len(self.replicas)], sort_keys=True)
 
@@ -117,12 +118,12 @@ def job_of(plan: Mapping[str, Any], name: str) -> Job:
         init_scale = float(changes.pop("init_scale", 1.0))
         flat = {**plan["base"], **{f"model.{k}": v for k, v in plan["sizes"][stated["size"]].items()}, **changes}
         flat |= {"recipe": stated["recipe"], "name": name, "steps": 1}
-        config = jsonconfig.from_dict(TrainConfig, nested(flat))
+        config = dataclass_json.from_dict(TrainConfig, nested(flat))
         tokens = stated["tokens_per_parameter"] * parameters(config)
         config = replace(config, steps=round(tokens / (config.batch * config.seq)))
         for seed in stated["seeds"]:
             for twin in range(stated["twins"]):
-                own = replace(config, seed=seed, precision=replace(config.precision, twin=twin))
+                own = replace(config, seed=seed, precision=replace(config.precision, noise_seed=twin))
                 replicas.append(Replica(setup, own, init_scale))
     job = Job(name, tuple(replicas))
     if len({Job(name, (replica,)).key for replica in replicas}) > 1:
@@ -139,8 +140,8 @@ def parameters(config: TrainConfig) -> int:
 
 
 def attend_with_whole_mask(q: Tree, k: Tree, v: Tree, segments: Tree, *, implementation: str) -> jax.Array:
-    """`nn.attention._local` with the mask of cuDNN repeated per head: JAX's batching rule of the fused attention
-    reshapes a bias to [batch, heads, seq, seq] (jax 0.11.2, `_dot_product_attention_fwd_batcher`)."""
+    """`ops.attention._attention_on_shard` with the mask of cuDNN repeated per head: JAX's batching rule of the fused
+    attention reshapes a bias to [batch, heads, seq, seq] (jax 0.11.2, `_dot_product_attention_fwd_batcher`)."""
     if implementation != "cudnn" or segments is None:
         return _local(q, k, v, segments, implementation=implementation)
     mask = (segments[:, :, None] == segments[:, None, :])[:, None]  # [B, 1, S, S]
@@ -148,7 +149,7 @@ def attend_with_whole_mask(q: Tree, k: Tree, v: Tree, segments: Tree, *, impleme
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
 
 
-_local = attention_module._local
+_local = attention_module._attention_on_shard
 _tracing = threading.Lock()  # a name of a module is replaced while a program is traced
 
 
@@ -165,7 +166,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 def with_rates(rates: jax.Array) -> contextlib.AbstractContextManager[None]:
     """Within it the library's train step reads its learning rate from the table `rates` f32[steps]."""
-    return replaced(optim, "learning_rate", lambda config, steps: lambda step: rates[step])
+    return replaced(train_step, "learning_rate_schedule", lambda config, steps: lambda step: rates[step])
 
 
 class Program:
@@ -181,7 +182,11 @@ class Program:
 
     def lower(self, attention: str) -> tuple[Any, Any]:
         """(train program, evaluation program), not compiled; `attention` is auto or xla."""
-        with _tracing, replaced(attention_module, "_local", attend_with_whole_mask), contextlib.ExitStack() as also:
+        with (
+            _tracing,
+            replaced(attention_module, "_attention_on_shard", attend_with_whole_mask),
+            contextlib.ExitStack() as also,
+        ):
             if attention == "xla":
                 also.enter_context(replaced(attention_module, "choose_attention", lambda *shape, **how: "xla"))
             state = jax.eval_shape(functools.partial(fresh, self.config), *[jnp.zeros((self.count,), jnp.uint32)] * 2)
@@ -226,7 +231,7 @@ class Program:
         because a per-tensor scale depends on the batch."""
 
         def nll(params: Tree, seed: jax.Array, batch: Tree) -> jax.Array:
-            context = make_context(self.config, self.resolved, self.mesh, step_key(seed, 0))
+            context = make_model_context(self.config, self.resolved, self.mesh, step_key(seed, 0))
             return jnp.sum(models.token_nll(self.config.model, params, batch, context), axis=-1)
 
         def batch_of(part: Tree) -> jax.Array:
@@ -244,11 +249,11 @@ def fresh(config: TrainConfig, seeds: jax.Array, rounding: jax.Array) -> TrainSt
 
 def initial(job: Job) -> TrainState:
     """The states that `halfbyte train` would begin with; their matrices times `init_scale`."""
-    twin = replace(job.config, precision=replace(job.config.precision, twin=1))
+    twin = replace(job.config, precision=replace(job.config.precision, noise_seed=1))
     seeds = jnp.asarray([r.config.seed for r in job.replicas], jnp.uint32)
     rounding = jnp.asarray([r.config.rounding_seed for r in job.replicas], jnp.uint32)
     first, other = (jax.jit(functools.partial(fresh, config))(seeds, rounding) for config in (job.config, twin))
-    nudged = jnp.asarray([r.config.precision.twin > 0 for r in job.replicas])
+    nudged = jnp.asarray([r.config.precision.noise_seed > 0 for r in job.replicas])
     state = jax.tree.map(lambda a, b: jnp.where(nudged.reshape(-1, *[1] * (a.ndim - 1)), b, a), first, other)
     scales = np.asarray([r.init_scale for r in job.replicas], np.float32)
     if (scales == 1).all():
@@ -293,38 +298,39 @@ def say(text: str) -> None:
     print(f"{time.monotonic() - BEGAN:6.1f} s  {text}", flush=True)
 
 
-def packing() -> Any:
-    """The module halfbyte.data.packing by its path: the package around it imports readers that a GPU host may lack."""
-    (root,) = importlib.util.find_spec("halfbyte").submodule_search_locations  # type: ignore[union-attr,misc]
-    spec = importlib.util.spec_from_file_location("quiet_packing", Path(root) / "data" / "packing.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def rows_to_batch(tokens: np.ndarray, segments: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns tokens, targets, segments, positions, int16 [rows, S], of rows of S + 1 tokens.
+
+    As `halfbyte.data.encode.rows_to_batch`, which this cannot import: its package needs readers (grain, tokenizers)
+    that a GPU host without network lacks. A test holds the two equal.
+    """
+    same_segment = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+    index = np.arange(segments.shape[1] - 1)
+    starts = np.ones((len(segments), len(index)), bool)
+    starts[:, 1:] = segments[:, 1:-1] != segments[:, :-2]
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": np.where(same_segment, tokens[:, 1:].astype(np.int32), IGNORED_TARGET),
+        "segments": segments[:, :-1],
+        "positions": index - np.maximum.accumulate(np.where(starts, index, 0), axis=1),
+    }
+    return {name: array.astype(np.int16) for name, array in batch.items()}
 
 
 def on_device(packed: quiet_data.Rows, batch: int) -> tuple[Tree, Tree, dict[str, np.ndarray]]:
     """(training rows i16[rows, S], validation batches i16[batches, B, S], scored tokens and source per row)."""
-    rows_to_batch, ignore = packing().rows_to_batch, packing().IGNORE
-
-    def batches(tokens: np.ndarray, segments: np.ndarray) -> dict[str, np.ndarray]:
-        dtype = [("tokens", "<u2", tokens.shape[1:]), ("segments", "<u2", segments.shape[1:])]
-        rows = np.empty(len(tokens), dtype)
-        rows["tokens"], rows["segments"] = tokens, segments
-        return {name: x.astype(np.int16) for name, x in rows_to_batch(rows).items()}
-
     held, source = [], []
     for number in range(len(packed.sources)):
         own = np.flatnonzero(packed.held_source == number)
         padding = -len(own) % batch
-        parts = batches(packed.held_tokens[own], packed.held_segments[own])
-        fill = {"targets": ignore}
+        parts = rows_to_batch(packed.held_tokens[own], packed.held_segments[own])
+        fill = {"targets": IGNORED_TARGET}
         padded = {n: np.pad(x, ((0, padding), (0, 0)), constant_values=fill.get(n, 0)) for n, x in parts.items()}
         held.append({name: x.reshape(-1, batch, x.shape[-1]) for name, x in padded.items()})
         source += [number] * (len(own) + padding)
     whole = {name: np.concatenate([part[name] for part in held]) for name in BATCH_KEYS}
     facts = {"scored": (whole["targets"] >= 0).sum(-1).reshape(-1), "source": np.asarray(source)}
-    rows = batches(packed.tokens, packed.segments)
+    rows = rows_to_batch(packed.tokens, packed.segments)
     return jax.device_put(rows), jax.device_put(whole), facts
 
 
@@ -478,7 +484,7 @@ def report(
             more["curve"] = [round(float(part.mean()), 4) for part in np.array_split(losses[:, at], 64) if len(part)]
         records.write(
             kind="evaluation", job=job.name, setup=replica.setup, recipe=config.recipe, seed=config.seed,
-            twin=config.precision.twin, step=done, steps=config.steps, tokens=done * config.batch * config.seq,
+            twin=config.precision.noise_seed, step=done, steps=config.steps, tokens=done * config.batch * config.seq,
             validation=float(validation["last"][at]), train_loss=float(losses[last, at].mean()),
             grad_norm=float(norms[last, at].mean()), grad_norm_max=float(norms[last, at].max()),
             rate=float(rates[at, done - 1]), skipped=int(skipped[at]), seconds=round(seconds, 2), peak_bytes=memory,

@@ -43,9 +43,9 @@ def order_of(seed: int, rows: int) -> np.ndarray:
     """Indices of the first epoch's rows, as the loader of a single data set yields them."""
     import grain
 
-    from halfbyte.data.loading import _derived
+    from halfbyte.data.batch_loader import _derive_seed
 
-    shuffled = grain.MapDataset.source(np.arange(rows)).seed(_derived(seed, 0)).shuffle()
+    shuffled = grain.MapDataset.source(np.arange(rows)).seed(_derive_seed(seed, 0)).shuffle()
     return np.asarray([shuffled[index] for index in range(rows)], np.uint32)
 
 

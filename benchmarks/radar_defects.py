@@ -1,12 +1,17 @@
 """Planted defects and healthy runs under the radar: docs/evidence/radar_defects.json.
 
-The fourteen defects of tests/diagnosis/defects.py, planted in the operands, twenty seeds each; and sixty healthy runs,
-a third of them of kinds that look odd: a norm channel a hundred times as large, every 37th column of all weights eight
-times as large, a batch of one repeated token, and weights trained for 1,000 steps, exported and imported. A seed counts
-if one of two probes, before the first step and before the second, raises an alarm.
+The fourteen defects of tests/evaluation_diagnosis/defects.py, planted in the operands, twenty seeds
+each; and sixty healthy runs, a third of them of kinds that look odd: a norm channel a hundred times as large, every
+37th column of all weights eight times as large, a batch of one repeated token, and weights trained for 1,000 steps,
+exported and imported. A seed counts if one of two probes, before the first step and before the second, raises an alarm.
 
     python benchmarks/radar_defects.py --jobs 16                    # a few minutes on 16 cores
     python benchmarks/radar_defects.py --jobs 2 --seeds 2 --out /tmp/radar.json
+    python benchmarks/radar_defects.py --jobs 2 --looks 2           # docs/evidence/radar_healthy.json: false alarms
+
+`--looks N`: N looks at each of twenty healthy models (`radar_model.HEALTHY_MODELS`), or of those in `--only`. A look
+is one probe of all quantized GEMMs and of the random streams, on weights, a batch of two sequences and a step of its
+own.
 
 Each job is a process of its own with one case.
 """
@@ -30,22 +35,23 @@ import jax.numpy as jnp
 import tyro
 
 from halfbyte import models
-from halfbyte.diagnosis.radar import Probe, judged, step_of
-from halfbyte.interchange.exporting import Model, export_model
-from halfbyte.interchange.folder import Folder
-from halfbyte.interchange.importing import ORIGIN, import_folder
-from halfbyte.interchange.loading import load_params
-from halfbyte.recipe import recipe
-from halfbyte.sharding import DEFAULT_RULES
-from halfbyte.train import create_state, jit_train_step, resolve, run_mesh
+from halfbyte.distributed import DEFAULT_RULES
+from halfbyte.evaluation.radar import RadarProbe, judge_gemms, microbatch_key
+from halfbyte.hf.exporter import ExportModel, export_model
+from halfbyte.hf.hf_folder import HfFolder
+from halfbyte.hf.import_model import import_hf_folder
+from halfbyte.hf.load_weights import load_params
+from halfbyte.recipes import recipe
+from halfbyte.train import create_state, jit_train_step, resolve_policy, run_mesh
+from halfbyte.train.run_directory import ORIGIN
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "diagnosis"))
+sys.path.insert(0, str(ROOT / "tests" / "evaluation_diagnosis"))
 
 from defects import DEFECTS  # noqa: E402
-from radar_model import CONFIG, MODEL, batch_of  # noqa: E402
+from radar_model import CONFIG, HEALTHY_MODELS, MODEL, batch_of, tiny_config  # noqa: E402
 
-OUT = ROOT / "docs" / "evidence" / "radar_defects.json"
+EVIDENCE = ROOT / "docs" / "evidence"
 SEEDS, PROBES, STEPS = 20, 2, 1000
 Weights = dict[str, Any]
 
@@ -59,15 +65,17 @@ class Args:
     """Cases; none: all."""
     recipe: str = "nvfp4"
     policy: str = "mlp"
-    out: Path = OUT
+    out: Path | None = None
     """Written after every job."""
+    looks: int = 0
+    """At each healthy model, instead of planted defects."""
 
 
 def trained(seed: int, *, steps: int, recipe_name: str, policy: str, rows: int = 4) -> Weights:
     """Weights after `steps` steps of `rows` sequences."""
     config = dataclasses.replace(CONFIG, seed=seed, steps=steps, batch=rows, recipe=recipe_name, policy=policy, mesh="")
     mesh = run_mesh(config, jax.devices()[:1])
-    step = jit_train_step(config, resolve(MODEL, policy, recipe(recipe_name)), mesh)
+    step = jit_train_step(config, resolve_policy(MODEL, policy, recipe(recipe_name)), mesh)
     state = create_state(config, mesh)
     for place in range(steps):
         state, _ = step(state, batch_of(seed, place, rows))
@@ -89,14 +97,14 @@ def loud_columns(params: Weights, seed: int, args: Args) -> Weights:
 
 def imported(params: Weights, seed: int, args: Args) -> Weights:
     """Weights trained under the recipe, as they come back from an export: bf16, or the codes of NVFP4."""
-    resolved = resolve(MODEL, args.policy, recipe(args.recipe))
+    resolved = resolve_policy(MODEL, args.policy, recipe(args.recipe))
     codes = seed % 2 == 1 and args.recipe.startswith("nvfp4")
     made = trained(seed, steps=STEPS, recipe_name=args.recipe, policy=args.policy)
     with tempfile.TemporaryDirectory(prefix="halfbyte-radar-") as place:
         out, run = Path(place) / "exported", Path(place) / "run"
-        export_model(Model(MODEL, made), out, to="compressed-tensors" if codes else "hf", resolved=resolved)
-        import_folder(out, run)
-        with Folder(run / ORIGIN) as folder:
+        export_model(ExportModel(MODEL, made), out, to="compressed-tensors" if codes else "hf", resolved=resolved)
+        import_hf_folder(out, run)
+        with HfFolder(run / ORIGIN) as folder:
             return load_params(folder, MODEL, mesh=None, rules=DEFAULT_RULES)
 
 
@@ -135,18 +143,58 @@ def probed(name: str, seeds: list[int], args: Args) -> dict[int, dict[str, Any]]
                for s in seeds}  # fmt: skip
     with case.plant():
         config = dataclasses.replace(CONFIG, recipe=args.recipe, policy=args.policy)
-        probe = Probe(config, resolve(MODEL, args.policy, recipe(args.recipe)), None)
+        probe = RadarProbe(config, resolve_policy(MODEL, args.policy, recipe(args.recipe)), None)
         for seed in seeds:
             found[seed] = {"probe": 0, "first": ""}
             for place in range(PROBES):
                 batch = (case.batch or (lambda rows: rows))(batch_of(seed, place))
-                _, texts = judged(probe.gemms(healthy[seed], batch, step_of(seed, place)))
+                _, texts = judge_gemms(probe.gemms(healthy[seed], batch, microbatch_key(seed, place)))
                 if not texts and probe.bits(seed, place)["alarm"]:
                     texts = ["random bits are shared"]
                 if texts:
                     found[seed] = {"probe": place + 1, "first": texts[0]}
                     break
     return found
+
+
+def healthy_looks(number: int, looks: int) -> dict[str, Any]:
+    """Looks at one of HEALTHY_MODELS: alarms, and how near to one the largest correlation and mean gain have come."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    began, config = time.process_time(), tiny_config(*HEALTHY_MODELS[number])
+    probe = RadarProbe(config, resolve_policy(config.model, config.policy, recipe(config.recipe)), None)
+    init = jax.jit(lambda key: models.init(config.model, key))
+    alarms: list[str] = []
+    nearest, gains, gemms = 0.0, 0.0, 0
+    for look in range(looks):
+        seed = 1000 * number + look
+        found = probe.gemms(init(jax.random.key(seed)), batch_of(seed, rows=2), microbatch_key(seed, look))
+        _, texts = judge_gemms(found)
+        bits = probe.bits(seed, look)
+        alarms += [*texts, *(["random bits are shared"] if bits["alarm"] else [])]
+        nearest = max(nearest, bits["largest"] / bits["limit"] if bits["pairs"] else 0.0)
+        for kind in {gemm["gemm"] for gemm in found}:
+            mean = [gemm["reference_gain"] for gemm in found if gemm["gemm"] == kind]
+            gains = max(gains, abs(sum(mean) / len(mean) - 1))
+        gemms = len(found)
+    return {"alarms": alarms, "gemms": gemms, "largest_correlation_over_limit": nearest,
+            "largest_deviation_of_a_mean_gain": gains, "cpu_seconds": round(time.process_time() - began)}  # fmt: skip
+
+
+def false_alarms(args: Args) -> int:
+    """Writes radar_healthy.json; the exit code."""
+    out, rows = args.out or EVIDENCE / "radar_healthy.json", {}
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
+        names = [" ".join(kind) for kind in HEALTHY_MODELS]
+        chosen = [number for number, name in enumerate(names) if not args.only or name in args.only]
+        jobs = {pool.submit(healthy_looks, number, args.looks): names[number] for number in chosen}
+        for job in concurrent.futures.as_completed(jobs):
+            rows[jobs[job]] = job.result()
+            print(jobs[job], job.result(), flush=True)
+            many = args.looks * len(rows)
+            about = {"jax": jax.__version__, "looks": many, "alarms": sum(len(row["alarms"]) for row in rows.values())}
+            out.write_text(json.dumps({**about, "models": rows}, indent=1) + "\n", encoding="utf-8")
+    return 1 if about["alarms"] else 0
 
 
 def slices(case: Case, args: Args) -> list[list[int]]:
@@ -168,7 +216,9 @@ def table(rows: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main(args: Args) -> int:
-    out, began, chosen = args.out, time.monotonic(), args.only or tuple(CASES)
+    if args.looks:
+        return false_alarms(args)
+    out, began, chosen = args.out or EVIDENCE / "radar_defects.json", time.monotonic(), args.only or tuple(CASES)
     about = {"model": dataclasses.asdict(MODEL), "recipe": args.recipe, "policy": args.policy, "jax": jax.__version__}
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     todo = [(name, part) for name in chosen for part in slices(CASES[name], args)]

@@ -15,9 +15,9 @@ import numpy as np
 import tyro
 
 import halfbyte as hb
-from halfbyte.formats import transform_runs
-from halfbyte.formats.hadamard import fresh_signs
-from halfbyte.ops.operand import dequantized, quantize_operand
+from halfbyte.formats import hadamard_transform
+from halfbyte.formats.hadamard import random_signs
+from halfbyte.ops.operand import dequantize_operand, quantize_operand
 
 SHAPE = (128, 128)
 RECIPES = "nvfp4,nvfp4_unbiased,nvfp4_4over6_sr,ue5m3,tetrajet2,quartet2"
@@ -35,10 +35,10 @@ def measured(policy, x, draws):
 
     def one(key):
         bits, signs = jax.random.split(key)
-        drawn = fresh_signs(signs, policy.hadamard_size) if policy.draws_signs else None
-        y = transform_runs(x, points=policy.hadamard_size, signs=drawn) if policy.hadamard else x
+        drawn = random_signs(signs, policy.hadamard_size) if policy.uses_random_signs else None
+        y = hadamard_transform(x, points=policy.hadamard_size, signs=drawn) if policy.hadamard else x
         y = y.astype(jnp.float32)
-        v = dequantized(quantize_operand(x, policy, axis=-1, key=bits, signs=signs))
+        v = dequantize_operand(quantize_operand(x, policy, axis=-1, key=bits, signs=signs))
         return jnp.sum(v * y), jnp.sum(y * y), jnp.sum((v - y) ** 2)
 
     keys = jax.random.split(jax.random.key(7), draws)

@@ -25,12 +25,16 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from halfbyte.devices.cuda_compiler import missing_cuda_compiler
-from halfbyte.devices.platform import is_compiler_alone, load_jax_quietly, settle_platform
+from halfbyte.devices.compile_target import (
+    force_cpu_without_gpu,
+    has_compiler_without_gpu,
+    import_jax_silencing_stderr,
+    missing_cuda_compiler,
+)
 
-if is_compiler_alone():
-    settle_platform(os.environ)
-    load_jax_quietly()
+if has_compiler_without_gpu():
+    force_cpu_without_gpu(os.environ)
+    import_jax_silencing_stderr()
 
 import jax
 import pytest
@@ -115,7 +119,7 @@ def one_cache(quick_compiles):
     Gives the directories that were named instead."""
     named = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfbyte.train.run.use_compile_cache", lambda directory: named.append(Path(directory)))
+        patch.setattr("halfbyte.train.run.enable_compile_cache", lambda directory: named.append(Path(directory)))
         yield named
 
 
@@ -154,15 +158,15 @@ def pytest_collection_finish():
 # run where nothing compiles for Hopper: test_other_targets.py starts a process for each target, with all its files.
 BLACKWELL = {
     "gb200": (
-        "bench/test_operand_traffic.py",
-        "bench/test_own_turn.py",
-        "program/test_blackwell_program.py",
+        "plan_bench/test_operand_traffic.py",
+        "plan_bench/test_own_turn.py",
+        "hlo/test_blackwell_program.py",
         "ops/test_blackwell.py",
         "ops/kernels/test_block_scaled_gemms.py",
     ),
     "gb300": (
-        "bench/test_405b.py",
-        "bench/test_experts_on_blackwell.py",
+        "plan_bench/test_405b.py",
+        "plan_bench/test_experts_on_blackwell.py",
         "ops/kernels/test_blackwell_codes.py",
         "ops/kernels/test_blackwell_norms.py",
     ),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -44,15 +45,27 @@ def test_links_and_addresses_are_absolute(shown, address):
     home = "https://example.org/a/halfbyte"
     assert given["project_urls"]["Source"] == home
     found = links(given["long_description"])
-    assert len(found) > 20 and all(link.startswith("https://") for link in found)
-    assert f"{home}/blob/main/docs/speed.md#it-learns" in found and f"{home}/raw/main/docs/evidence/run.svg" in found
+    assert len(found) > 20 and all(link.startswith(("https://", "#")) for link in found)
+    assert f"{home}/blob/main/docs/results.md" in found and f"{home}/raw/main/docs/overview.svg" in found
 
 
 def test_without_an_address_nothing_points_nowhere(shown):
     given = shown("/somewhere/on/a/disk")
     assert given["project_urls"] == {}
-    assert all(link.startswith("https://") for link in links(given["long_description"]))
-    assert "speed.md" in given["long_description"]
+    assert all(link.startswith(("https://", "#")) for link in links(given["long_description"]))
+    assert "results.md" in given["long_description"]
+
+
+def test_badges_and_hosted_notebook_appear_with_a_github_address(shown):
+    """None in the README itself, none for other addresses; workflow and notebook are files of the repository."""
+    text = shown("git@github.com:a/halfbyte.git")["long_description"]
+    assert "https://github.com/a/halfbyte/actions/workflows/ci.yml/badge.svg" in text
+    notebook = re.search(r"https://colab\S+/github/a/halfbyte/blob/main/([^)\s]+)\)", text)[1]
+    assert (ROOT / notebook).exists() and (ROOT / ".github" / "workflows" / "ci.yml").exists()
+    for other in ("https://example.org/a/halfbyte", "/somewhere/on/a/disk"):
+        plain = shown(other)["long_description"]
+        assert not re.search("badge|colab", plain), plain[:300]
+    assert "colab" not in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_there_is_one_version_number():
@@ -61,6 +74,9 @@ def test_there_is_one_version_number():
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "halfbyte.__version__"}
     first = re.search(r"^## (\S+) \((\d{4}-\d{2}-\d{2})\)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert first is not None and first[1] == hb.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], str(citation["date-released"])) == first.groups()
+    assert citation["license"] == project["license"] and citation["authors"] and citation["title"]
 
 
 def test_every_dependency_has_a_lower_bound():

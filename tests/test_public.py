@@ -8,7 +8,7 @@ import pytest
 import halfbyte as hb
 
 
-@pytest.mark.parametrize("name", sorted(hb._ROOM_OF))
+@pytest.mark.parametrize("name", sorted(hb._PACKAGE_OF))
 def test_every_public_name_resolves(name):
     assert getattr(hb, name) is not None
     assert name in dir(hb)
@@ -21,15 +21,15 @@ def test_an_unknown_name_is_an_attribute_error():
 
 @pytest.mark.slow(fast_cases=["hb.NVFP4"])
 @pytest.mark.parametrize(
-    "first", ["import halfbyte.recipe", "import halfbyte.recipe as r; r.ROLES", "hb.NVFP4", "pass"]
+    "first", ["import halfbyte.recipes", "import halfbyte.recipes as r; r.ROLES", "hb.NVFP4", "pass"]
 )
 def test_recipe_is_a_room_and_a_function_in_any_order_of_imports(first):
     code = f"""
 import halfbyte as hb
 {first}
 assert hb.recipe("nvfp4").name == "nvfp4"
-from halfbyte.recipe import recipe
-import halfbyte.recipe as room
+from halfbyte.recipes import recipe
+import halfbyte.recipes as room
 assert room.recipe is recipe and len(room.ROLES) == 6
 assert hb.recipe("mxfp4").name == "mxfp4"
 """

@@ -8,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from halfbyte.data.encode import row_dtype, rows_to_batch
+
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -19,7 +21,7 @@ MODEL = {"name": "toy", "vocab_size": 512, "embed": 32, "mlp": 64, "layers": 2, 
          "head_dim": 32, "max_seq": 32, "tied": True}  # fmt: skip
 TOY = {
     "sizes": {"toy": MODEL},
-    "base": {"policy": "all_linear", "batch": 2, "seq": 32, "precision.backend": "carrier"},
+    "base": {"policy": "all_linear", "batch": 2, "seq": 32, "precision.backend": "emulated"},
     "setups": {"fast": {"optimizer.learning_rate": 4e-3}, "slow": {"optimizer.learning_rate": 1e-3}},
     "jobs": {"bf16": {"size": "toy", "tokens_per_parameter": 0.05, "recipe": "bf16", "setups": ["fast", "slow"],
                       "seeds": [0], "twins": 2}},
@@ -27,6 +29,7 @@ TOY = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:backend='carrier' was renamed:FutureWarning")  # the plan was committed before
 def test_plan_jobs_build_and_calls_name_jobs():
     """Every job of the committed plan is one program, and every call names jobs."""
     plan = json.loads((ROOT / "docs/evidence/quiet/plan.json").read_text())
@@ -59,6 +62,17 @@ def packed(folder):
              "files": {path.name: quiet_data.digest_of(path) for path in sorted(folder.glob("*.xz"))}}  # fmt: skip
     (folder / "facts.json").write_text(json.dumps(facts))
     return folder
+
+
+def test_batches_are_those_of_the_library():
+    """Oracle: `halfbyte.data.encode.rows_to_batch` on rows with several documents and padding."""
+    random = np.random.default_rng(0)
+    rows = np.empty(7, row_dtype(32, 512))
+    rows["tokens"] = random.integers(0, 512, (7, 33))
+    rows["segments"] = np.sort(random.integers(0, 4, (7, 33)), axis=1)[:, ::-1]
+    batch = quiet.rows_to_batch(rows["tokens"], rows["segments"])
+    for name, expected in rows_to_batch(rows).items():
+        np.testing.assert_array_equal(batch[name], expected, name)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfbyte.checkpoint import Checkpoints
+from halfbyte.checkpoint import CheckpointManager
 
 
 def tree(value: int):
@@ -33,7 +33,7 @@ def same(a, b):
 
 
 def filled(directory, steps=(10, 20), **options):
-    store = Checkpoints(directory, **options)
+    store = CheckpointManager(directory, **options)
     for step in steps:
         store.save(step, tree(step), extra={"config": {"step": step}, "data": {"next_index": step * 4}})
     store.wait()

@@ -10,7 +10,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 from stored import abstract, filled, same, tree
 
-from halfbyte.checkpoint import Checkpoints, DamagedCheckpoint, GoneCheckpoint, beside, restoring
+from halfbyte.checkpoint import CheckpointDeletedError, CheckpointManager, CorruptCheckpointError, locks, restore
 
 # Orbax leaves a coroutine behind where what it was to read is gone.
 pytestmark = [
@@ -36,11 +36,11 @@ def writing(tmp_path, until):
 
 @pytest.mark.slow
 def test_readers_get_a_whole_checkpoint_and_speak_of_no_damage(writing, monkeypatch):
-    monkeypatch.setattr(beside, "STILL", 3000)  # a writer that stands still while it deletes, on a busy machine
-    monkeypatch.setattr(restoring, "MOST_GONE", 3000)  # or one that deletes faster than a slow reader opens
+    monkeypatch.setattr(locks, "STABLE_CHECKS", 3000)  # a writer that stands still while it deletes, on a busy machine
+    monkeypatch.setattr(restore, "MAX_DELETED_RETRIES", 3000)  # or one that deletes faster than a slow reader opens
     said = []
     for _ in range(12):
-        store = Checkpoints(writing, say=said.append)
+        store = CheckpointManager(writing, say=said.append)
         restored = store.restore_latest(abstract(tree(7)))
         store.close()
         assert same(restored.items, tree(7 if restored.step > 1 else 1))
@@ -54,7 +54,7 @@ def test_a_list_that_lacks_the_only_checkpoint_is_made_again(tmp_path, monkeypat
     monkeypatch.setattr(
         ocp.training.Checkpointer, "checkpoints", property(lambda self: lacking.pop() if lacking else listed(self))
     )
-    store = Checkpoints(tmp_path)
+    store = CheckpointManager(tmp_path)
     assert lacking == [] and store.steps() == [1]
     lacking.append(())
     store.reload()
@@ -64,7 +64,7 @@ def test_a_list_that_lacks_the_only_checkpoint_is_made_again(tmp_path, monkeypat
 
 def test_what_is_read_is_deleted_later(tmp_path):
     store = filled(tmp_path, steps=(1,), keep_last=1)
-    reader = Checkpoints(tmp_path)
+    reader = CheckpointManager(tmp_path)
     load = reader._orbax.load_checkpointables
 
     def slowly(step, wanted):  # the run saves twice while this is read
@@ -87,10 +87,10 @@ def test_what_is_read_is_deleted_later(tmp_path):
 def test_what_was_deleted_is_gone_and_what_lacks_a_file_is_damaged(tmp_path):
     store = filled(tmp_path, steps=(1, 2))
     shutil.rmtree(tmp_path / "1")
-    with pytest.raises(GoneCheckpoint):
+    with pytest.raises(CheckpointDeletedError):
         store.restore(1, abstract(tree(1)))
     next((tmp_path / "2").rglob("manifest.ocdbt")).unlink()
-    with pytest.raises(DamagedCheckpoint):
+    with pytest.raises(CorruptCheckpointError):
         store.restore(2, abstract(tree(2)))
     store.close()
 
@@ -98,19 +98,19 @@ def test_what_was_deleted_is_gone_and_what_lacks_a_file_is_damaged(tmp_path):
 def test_what_is_half_deleted_when_it_is_opened_is_gone(tmp_path, monkeypatch):
     """Its run has removed a file and stands still for a moment, on a busy machine; for good, it is damaged."""
     filled(tmp_path, steps=(1, 2)).close()
-    store, pauses = Checkpoints(tmp_path), []
+    store, pauses = CheckpointManager(tmp_path), []
 
     def pause(seconds):
         pauses.append(seconds)
-        if len(pauses) == beside.STILL // 2:
+        if len(pauses) == locks.STABLE_CHECKS // 2:
             shutil.rmtree(tmp_path / "1")
 
-    monkeypatch.setattr(beside, "time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(locks, "time", SimpleNamespace(sleep=pause))
     for step in (1, 2):
         (tmp_path / str(step) / "_CHECKPOINT_METADATA").unlink()
-    with pytest.raises(GoneCheckpoint):
+    with pytest.raises(CheckpointDeletedError):
         store.restore(1, abstract(tree(1)))
-    assert sum(pauses) == pytest.approx(beside.PAUSE_S * beside.STILL / 2)
-    with pytest.raises(DamagedCheckpoint):
+    assert sum(pauses) == pytest.approx(locks.PAUSE_S * locks.STABLE_CHECKS / 2)
+    with pytest.raises(CorruptCheckpointError):
         store.restore(2, abstract(tree(2)))
     store.close()

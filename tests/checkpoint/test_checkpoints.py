@@ -1,5 +1,6 @@
 """Oracle: the arrays that were saved. Damage is real: files on disk are flipped, cut and deleted."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -12,15 +13,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stored import abstract, biggest_files, filled, same, tree
 
 from halfbyte.checkpoint import (
-    CheckpointMismatch,
-    Checkpoints,
-    NoGoodCheckpoint,
-    RunDirectoryHeld,
+    CheckpointManager,
+    CheckpointStructureError,
+    CorruptCheckpointError,
+    NoUsableCheckpointError,
+    RunDirectoryLockedError,
     RunLock,
-    aside,
-    inspect,
+    checksum_tree,
 )
 from halfbyte.checkpoint import store as store_module
+from halfbyte.checkpoint.checkpoint_record import FILE_LIST, check_file_list
 
 # Orbax drops its coroutines when it meets a damaged file.
 pytestmark = [
@@ -30,7 +32,7 @@ pytestmark = [
 
 
 def checksums(tree):
-    return {name: found.checksum for name, found in inspect(tree).items()}
+    return {name: found.checksum for name, found in checksum_tree(tree).items()}
 
 
 def test_round_trip_with_caller_json(tmp_path):
@@ -38,13 +40,13 @@ def test_round_trip_with_caller_json(tmp_path):
     restored = with_steps.restore_latest(abstract(tree(20)))
     assert restored.step == 20
     assert restored.extra["data"] == {"next_index": 80}
-    assert not restored.refused
+    assert not restored.skipped
     assert same(restored.items, tree(20))
     with_steps.close()
 
 
 def test_no_checkpoint_is_none(tmp_path):
-    assert Checkpoints(tmp_path / "checkpoints").restore_latest(abstract(tree(1))) is None
+    assert CheckpointManager(tmp_path / "checkpoints").restore_latest(abstract(tree(1))) is None
 
 
 @pytest.mark.slow
@@ -57,9 +59,9 @@ def test_keeps_the_last_and_every_mth(tmp_path):
 @pytest.mark.parametrize("room", [True, False])
 def test_what_is_saved_is_what_it_was_although_training_writes_on_it_at_once(tmp_path, monkeypatch, room):
     """From a copy on the device, or, where there is no room for one, after the arrays are off it; said once."""
-    monkeypatch.setattr(aside, "never_used", lambda device: float("inf") if room else 100.0)
+    monkeypatch.setattr(store_module, "unused_device_bytes", lambda device: float("inf") if room else 100.0)
     said = []
-    store = Checkpoints(tmp_path / "checkpoints", say=said.append)
+    store = CheckpointManager(tmp_path / "checkpoints", say=said.append)
     overwrite = jax.jit(lambda items: jax.tree.map(lambda leaf: leaf + 1, items), donate_argnums=0)
     for step in (10, 20):
         items = tree(step)
@@ -76,14 +78,14 @@ def test_what_is_saved_is_what_it_was_although_training_writes_on_it_at_once(tmp
 @pytest.mark.parametrize("free, limit", [(2**40, "64"), (1000, "64"), (2**40, "1e-9")])
 def test_saves_go_through_locked_memory_of_the_host_or_it_is_said_why_not(tmp_path, monkeypatch, free, limit):
     """Taken beside what is done meanwhile, once. A CPU's devices have such memory too."""
-    monkeypatch.setattr(store_module, "on_gpus", lambda: True)
-    monkeypatch.setattr(aside, "free_on_the_host", lambda: free)
+    monkeypatch.setattr(store_module, "is_gpu_backend", lambda: True)
+    monkeypatch.setattr(store_module, "free_host_bytes", lambda: free)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", limit)
     locks = free > 1000 and limit == "64"
     said = []
-    store = Checkpoints(tmp_path / "checkpoints", say=said.append)
+    store = CheckpointManager(tmp_path / "checkpoints", say=said.append)
     for _ in range(2):
-        with store.preparing(tree(10)):
+        with store.warm_up(tree(10)):
             assert store.steps() == []
     assert store._orbax._context.array.saving.enable_pinned_host_transfer == locks
     assert ["GiB" in text and "slowly" in text for text in said] == ([] if locks else [True])
@@ -95,40 +97,40 @@ def test_saves_go_through_locked_memory_of_the_host_or_it_is_said_why_not(tmp_pa
 
 
 def test_locked_memory_is_taken_from_what_host_and_container_have_free(tmp_path):
-    assert aside.free_on_the_host(tmp_path) == 0
+    assert store_module.free_host_bytes(tmp_path) == 0
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemFree: 100 kB\nMemAvailable:     300 kB\n")
-    assert aside.free_on_the_host(tmp_path) == 300 * 1024
+    assert store_module.free_host_bytes(tmp_path) == 300 * 1024
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.current").write_text("1000\n")
     (group / "memory.max").write_text("max\n")
-    assert aside.free_on_the_host(tmp_path) == 300 * 1024
+    assert store_module.free_host_bytes(tmp_path) == 300 * 1024
     (group / "memory.max").write_text("5000\n")
     (group / "memory.stat").write_text("anon 7\ninactive_file 300\nactive_file 9\n")
-    assert aside.free_on_the_host(tmp_path) == 4300
+    assert store_module.free_host_bytes(tmp_path) == 4300
     (tmp_path / "proc/self").mkdir()
     (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
     (group / "job/step").mkdir(parents=True)
-    assert aside.free_on_the_host(tmp_path) == 4300
+    assert store_module.free_host_bytes(tmp_path) == 4300
     for name, text in (("memory.max", "900"), ("memory.current", "500"), ("memory.stat", "anon 1\n")):
         (group / "job" / name).write_text(text)
-    assert aside.free_on_the_host(tmp_path) == 400
+    assert store_module.free_host_bytes(tmp_path) == 400
 
 
 @pytest.mark.slow
 def test_processes_of_one_host_share_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
-    assert aside.processes_here(tmp_path) == 1
+    assert store_module.processes_here(tmp_path) == 1
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert aside.processes_here(tmp_path) == 2
+    assert store_module.processes_here(tmp_path) == 2
 
 
 @pytest.mark.slow
 def test_saving_returns_before_anything_is_written(tmp_path, monkeypatch):
-    store = Checkpoints(tmp_path / "checkpoints")
+    store = CheckpointManager(tmp_path / "checkpoints")
     go_on, begin = threading.Event(), store._orbax.save_checkpointables_async
     monkeypatch.setattr(
         store._orbax, "save_checkpointables_async", lambda *words, **more: go_on.wait(600) and begin(*words, **more)
@@ -145,7 +147,7 @@ def test_saving_returns_before_anything_is_written(tmp_path, monkeypatch):
 def test_of_several_processes_one_that_cannot_begin_meets_the_others_all_the_same(tmp_path, monkeypatch):
     """They ask each other how a save went; one that does not come leaves them waiting."""
     asked, said = [], []
-    store = Checkpoints(tmp_path / "checkpoints", say=said.append)
+    store = CheckpointManager(tmp_path / "checkpoints", say=said.append)
 
     def begin(*_, **__):
         raise OSError("no room to copy")
@@ -153,7 +155,7 @@ def test_of_several_processes_one_that_cannot_begin_meets_the_others_all_the_sam
     with monkeypatch.context() as several:
         several.setattr(store._orbax, "save_checkpointables_async", begin)
         several.setattr(jax, "process_count", lambda: 2)
-        several.setattr(store_module, "from_all", lambda words: asked.append(words) or [words])
+        several.setattr(store_module, "all_gather_strings", lambda words: asked.append(words) or [words])
         assert store.save(10, tree(10), extra={}) and not said
         several.setattr(jax, "process_count", lambda: 1)
         assert not store.wait()
@@ -176,16 +178,16 @@ def test_damage_is_named_and_the_older_one_restored(tmp_path, damage):
     else:
         victim.unlink()
     said = []
-    store = Checkpoints(tmp_path / "checkpoints", say=said.append)
+    store = CheckpointManager(tmp_path / "checkpoints", say=said.append)
     restored = store.restore_latest(abstract(tree(20)))
     assert restored.step == 10
     assert same(restored.items, tree(10))
-    assert list(restored.refused) == [20]
+    assert list(restored.skipped) == [20]
     assert "20" in said[0]
     assert "DAMAGED" in said[0]
     expected = {"flip": "checksum differs in", "truncate": victim.name, "delete": victim.name}[damage]
-    assert expected in restored.refused[20]
-    store.set_aside(restored.refused)
+    assert expected in restored.skipped[20]
+    store.quarantine(restored.skipped)
     assert store.steps() == [10]
     assert (tmp_path / "damaged" / "20").is_dir()
     store.save(20, tree(20), extra={})
@@ -205,7 +207,7 @@ def test_a_flip_anywhere_is_refused_or_harmless(tmp_path):
         flipped = bytearray(original)
         flipped[len(flipped) // 2] ^= 0x01
         victim.write_bytes(flipped)
-        store = Checkpoints(tmp_path / "checkpoints", say=lambda message: None)
+        store = CheckpointManager(tmp_path / "checkpoints", say=lambda message: None)
         restored = store.restore_latest(abstract(tree(20)))
         assert same(restored.items, tree(restored.step))
         refusals += restored.step == 10
@@ -218,8 +220,8 @@ def test_all_damaged_is_an_error_not_a_restart(tmp_path):
     filled(tmp_path / "checkpoints").close()
     for step in ("10", "20"):
         biggest_files(tmp_path / "checkpoints" / step)[0].unlink()
-    with pytest.raises(NoGoodCheckpoint, match=r"step 20.*step 10.*--run-dir"):
-        Checkpoints(tmp_path / "checkpoints").restore_latest(abstract(tree(20)))
+    with pytest.raises(NoUsableCheckpointError, match=r"step 20.*step 10.*--run-dir"):
+        CheckpointManager(tmp_path / "checkpoints").restore_latest(abstract(tree(20)))
 
 
 def test_wrong_dtype_shape_or_name_is_refused_by_name(tmp_path):
@@ -228,7 +230,7 @@ def test_wrong_dtype_shape_or_name_is_refused_by_name(tmp_path):
     wanted["params"]["w"] = jax.ShapeDtypeStruct((64, 48), jnp.bfloat16)
     wanted["params"]["b"] = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
     wanted["params"]["new"] = jax.ShapeDtypeStruct((8,), jnp.float32)
-    with pytest.raises(CheckpointMismatch) as error:
+    with pytest.raises(CheckpointStructureError) as error:
         store.restore_latest(wanted)
     text = str(error.value)
     assert "params/w: checkpoint has float32[64,48], this run wants bfloat16[64,48]" in text
@@ -267,16 +269,61 @@ def test_checksum_does_not_depend_on_the_mesh():
 def test_lock_is_exclusive_and_dies_with_its_process(tmp_path):
     code = f"""if True:
         import time
-        from halfbyte.checkpoint.lock import RunLock
+        from halfbyte.checkpoint.locks import RunLock
         lock = RunLock({str(tmp_path)!r})
         print("held", flush=True)
         time.sleep(600)"""
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline().strip() == "held"
-    with pytest.raises(RunDirectoryHeld, match=f"pid {holder.pid}.*--run-dir"):
+    with pytest.raises(RunDirectoryLockedError, match=f"pid {holder.pid}.*--run-dir"):
         RunLock(tmp_path)
     holder.kill()
     holder.wait()
     holder.stdout.close()
     with RunLock(tmp_path):
         pass
+
+
+def test_checksums_are_those_that_earlier_versions_stored():
+    """Pinned: a checkpoint of an earlier version is verified by these numbers."""
+    x = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
+    arrays = {"f32": x, "bf16": x.astype(jnp.bfloat16), "int8": x.astype(jnp.int8), "cube": x.reshape(2, 3, 4)}
+    assert checksums(arrays) == {
+        "f32": "59950cd4b1e1c8ec",
+        "bf16": "acea23eefe83aa87",
+        "int8": "5b5e4b8fc2756da9",
+        "cube": "ada39b8908279b96",
+    }
+
+
+def test_array_with_a_row_and_a_column_swapped_has_another_checksum():
+    x = np.zeros((40, 40), np.float32)
+    seen = set()
+    for row, column in np.ndindex(8, 40):
+        one = x.copy()
+        one[row, column] = 1.0
+        seen.add(checksums({"x": jnp.asarray(one)})["x"])
+    assert len(seen) == 8 * 40
+
+
+def test_quarantine_of_a_step_twice_keeps_both(tmp_path):
+    store = filled(tmp_path / "checkpoints", steps=(10, 20))
+    store.quarantine({20: "damaged"})
+    store.save(20, tree(21), extra={})
+    store.wait()
+    store.quarantine({20: "damaged once more"})
+    assert store.close()
+    kept = sorted(path.name for path in (tmp_path / "damaged").iterdir())
+    assert kept == ["20", "20-again"] and store.steps() == [10]
+
+
+def test_file_with_other_bytes_of_the_same_size_is_damaged(tmp_path):
+    filled(tmp_path / "checkpoints", steps=(10,)).close()
+    listed = json.loads((tmp_path / "checkpoints" / "10" / FILE_LIST).read_text())
+    (name,) = [name for name, facts in listed.items() if facts.get("crc32") is not None][:1]
+    path = tmp_path / "checkpoints" / "10" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(CorruptCheckpointError, match=f"{name} is not what was written"):
+        check_file_list(tmp_path / "checkpoints" / "10")

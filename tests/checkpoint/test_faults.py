@@ -16,16 +16,16 @@ from orbax.checkpoint import v1 as ocp
 from stored import abstract, biggest_files, filled, same, tree
 
 from halfbyte.checkpoint import (
-    Checkpoints,
-    DamagedCheckpoint,
-    PoisonedCheckpoint,
-    Record,
-    UnreadableCheckpoint,
-    files,
-    restoring,
+    CheckpointManager,
+    CheckpointReadError,
+    CheckpointRecord,
+    CorruptCheckpointError,
+    NonFiniteCheckpointError,
+    checkpoint_record,
+    restore,
 )
-from halfbyte.checkpoint.hushing import hush_late_writes
-from halfbyte.checkpoint.record import describe
+from halfbyte.checkpoint.checkpoint_record import leaf_metadata
+from halfbyte.checkpoint.store import suppress_late_write_errors
 
 # Orbax drops its coroutines when a write fails.
 pytestmark = [
@@ -43,27 +43,27 @@ def poisoned_tree():
 @pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     kept = filled(tmp_path / "checkpoints", steps=(10,))
-    with pytest.raises(PoisonedCheckpoint, match=r"3 in params/w"):
+    with pytest.raises(NonFiniteCheckpointError, match=r"3 in params/w"):
         kept.save(20, poisoned_tree(), extra={})
     kept.save(30, tree(30), extra={})
     assert kept.close()
-    assert Checkpoints(tmp_path / "checkpoints").steps() == [10, 30]
+    assert CheckpointManager(tmp_path / "checkpoints").steps() == [10, 30]
 
 
 def test_a_poisoned_checkpoint_is_named_and_the_one_before_used(tmp_path):
     """Written around our own store, as an earlier version would have: its checksums are those of what it holds."""
     filled(tmp_path / "checkpoints", steps=(10,)).close()
-    items, leaves = poisoned_tree(), describe(poisoned_tree())
+    items, leaves = poisoned_tree(), leaf_metadata(poisoned_tree())
     for item, content in items.items():
-        for name, words in restoring.inspect(content).items():
+        for name, words in restore.checksum_tree(content).items():
             leaves[item][name]["checksum"] = words.checksum
-    flat = {item: restoring.storable(content) for item, content in items.items()}
+    flat = {item: restore.flatten_for_orbax(content) for item, content in items.items()}
     writer = ocp.training.Checkpointer(tmp_path / "checkpoints")
-    record = Record(20, leaves, {"config": {}, "data": {}}).to_json()
+    record = CheckpointRecord(20, leaves, {"config": {}, "data": {}}).to_json()
     writer.save_checkpointables(20, flat, force=True, custom_metadata=record)
     writer.close()
     said = []
-    restored = Checkpoints(tmp_path / "checkpoints", say=said.append).restore_latest(abstract(tree(10)))
+    restored = CheckpointManager(tmp_path / "checkpoints", say=said.append).restore_latest(abstract(tree(10)))
     assert restored.step == 10
     assert "POISONED CHECKPOINT" in said[0]
     assert "3 in params/w" in said[0]
@@ -88,20 +88,20 @@ def test_a_renamed_swapped_or_foreign_checkpoint_is_refused(tmp_path):
     shutil.move(tmp_path / "b" / "checkpoints" / "30", tmp_path / "a" / "checkpoints" / "30")
     shutil.copytree(tmp_path / "a" / "checkpoints" / "10", tmp_path / "a" / "checkpoints" / "40")
     said = []
-    restored = Checkpoints(tmp_path / "a" / "checkpoints", run="aaaa", say=said.append).restore_latest(
+    restored = CheckpointManager(tmp_path / "a" / "checkpoints", run="aaaa", say=said.append).restore_latest(
         abstract(tree(20))
     )
     assert restored.step == 20
-    assert "checkpoint of step 10, under the name of step 40" in restored.refused[40]
-    assert "belongs to another run (bbbb; this one is aaaa)" in restored.refused[30]
+    assert "checkpoint of step 10, under the name of step 40" in restored.skipped[40]
+    assert "belongs to another run (bbbb; this one is aaaa)" in restored.skipped[30]
 
 
 def test_one_read_error_is_not_damage(tmp_path, monkeypatch):
     """The storage fails once: the newest checkpoint is used. It keeps failing: nothing is moved, nothing is silent."""
-    monkeypatch.setattr(restoring, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(restore, "RETRY_PAUSE_S", 0.0)
     filled(tmp_path / "checkpoints").close()
     failures = iter([OSError(5, "Input/output error")])
-    real = files._describe
+    real = checkpoint_record._describe
 
     def flaky(path):
         error = next(failures, None)
@@ -109,16 +109,16 @@ def test_one_read_error_is_not_damage(tmp_path, monkeypatch):
             raise error
         return real(path)
 
-    monkeypatch.setattr(files, "_describe", flaky)
+    monkeypatch.setattr(checkpoint_record, "_describe", flaky)
     said = []
-    kept = Checkpoints(tmp_path / "checkpoints", say=said.append)
+    kept = CheckpointManager(tmp_path / "checkpoints", say=said.append)
     restored = kept.restore_latest(abstract(tree(20)))
     assert restored.step == 20
     assert same(restored.items, tree(20))
-    assert not restored.refused
+    assert not restored.skipped
     assert "Input/output error" in said[0]
     failures = iter([OSError(5, "Input/output error")] * 10)
-    with pytest.raises(UnreadableCheckpoint, match=r"step 20 cannot be read.*left where it is"):
+    with pytest.raises(CheckpointReadError, match=r"step 20 cannot be read.*left where it is"):
         kept.restore_latest(abstract(tree(20)))
     assert kept.steps() == [10, 20]
 
@@ -128,23 +128,24 @@ def test_one_read_error_is_not_damage(tmp_path, monkeypatch):
 def test_a_damaged_list_of_files_is_named(tmp_path, damaged):
     """A flip may leave JSON that is no list of ours."""
     (tmp_path / "a").write_text("1")
-    (tmp_path / files.FILE_LIST).write_text(damaged)
-    with pytest.raises(DamagedCheckpoint, match=rf"{files.FILE_LIST} is damaged|file a "):
-        files.check_file_list(tmp_path)
+    (tmp_path / checkpoint_record.FILE_LIST).write_text(damaged)
+    with pytest.raises(CorruptCheckpointError, match=rf"{checkpoint_record.FILE_LIST} is damaged|file a "):
+        checkpoint_record.check_file_list(tmp_path)
 
 
 def test_a_list_of_files_cut_by_a_kill_does_no_harm(tmp_path):
     filled(tmp_path / "checkpoints").close()
     newest = tmp_path / "checkpoints" / "20"
-    (newest / files.FILE_LIST).rename(newest / f".{files.FILE_LIST}.abc.tmp")
-    restored = Checkpoints(tmp_path / "checkpoints").restore_latest(abstract(tree(20)))
+    (newest / checkpoint_record.FILE_LIST).rename(newest / f".{checkpoint_record.FILE_LIST}.abc.tmp")
+    restored = CheckpointManager(tmp_path / "checkpoints").restore_latest(abstract(tree(20)))
     assert restored.step == 20
 
 
 FAILED_WRITE = """
 import os, sys, pathlib
 sys.path.insert(0, sys.argv[2])
-from stored import Checkpoints, filled, tree
+from halfbyte.checkpoint import CheckpointManager
+from stored import filled, tree
 folder = pathlib.Path(sys.argv[1])
 said = []
 kept = filled(folder / "checkpoints", steps=(10,), say=said.append)
@@ -159,7 +160,7 @@ os.rename(folder / "away", folder / "checkpoints")
 kept.remove_unfinished()
 kept.save(30, tree(30), extra={})
 assert kept.close()
-assert Checkpoints(folder / "checkpoints").steps() == [10, 30]
+assert CheckpointManager(folder / "checkpoints").steps() == [10, 30]
 assert not list((folder / "checkpoints").glob("*tmp*"))
 print("done", flush=True)
 os._exit(0)  # Orbax keeps threads that wait ten minutes for the directory that it could not make
@@ -178,11 +179,11 @@ def test_a_failed_write_leaves_nothing_behind_and_the_next_one_works(tmp_path):
 def test_an_array_without_its_file_list_is_still_verified(tmp_path):
     filled(tmp_path / "checkpoints").close()
     victim = biggest_files(tmp_path / "checkpoints" / "20")[0]
-    (tmp_path / "checkpoints" / "20" / files.FILE_LIST).unlink()
+    (tmp_path / "checkpoints" / "20" / checkpoint_record.FILE_LIST).unlink()
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    restored = Checkpoints(tmp_path / "checkpoints", say=lambda _: None).restore_latest(abstract(tree(20)))
+    restored = CheckpointManager(tmp_path / "checkpoints", say=lambda _: None).restore_latest(abstract(tree(20)))
     assert restored.step == 10
     assert np.all(jax.tree.leaves(jax.tree.map(lambda x: bool(jnp.all(jnp.isfinite(x))), restored.items)))
 
@@ -190,8 +191,8 @@ def test_an_array_without_its_file_list_is_still_verified(tmp_path):
 def test_a_closed_event_loop_is_not_printed_and_everything_else_is(monkeypatch):
     passed = []
     monkeypatch.setattr(sys, "unraisablehook", passed.append)
-    hush_late_writes()
-    hush_late_writes()
+    suppress_late_write_errors()
+    suppress_late_write_errors()
     for text in ("Event loop is closed", "another"):
         sys.unraisablehook(SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError(text)))
     assert [str(found.exc_value) for found in passed] == ["another"]
@@ -204,11 +205,11 @@ def test_a_pipe_in_a_checkpoint_is_named_and_not_waited_for(tmp_path, name):
     (tmp_path / "10" / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / "10" / name)
     with pytest.raises(ValueError, match=f"10/{name} is not a regular file"):
-        Checkpoints(tmp_path)
+        CheckpointManager(tmp_path)
 
 
 def test_a_giant_beside_the_arrays_is_named_and_not_read(tmp_path):
     filled(tmp_path, steps=(10,)).close()
     os.truncate(tmp_path / "10" / "_CHECKPOINT_METADATA", 8 << 30)  # a hole: it takes no disk
     with pytest.raises(ValueError, match="10/_CHECKPOINT_METADATA has 8,589,934,592 bytes"):
-        Checkpoints(tmp_path)
+        CheckpointManager(tmp_path)

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from halfbyte.checkpoint import together
-from halfbyte.launch.supervise import held_port
+from halfbyte.checkpoint import multihost
+from halfbyte.distributed.supervisor import reserved_port
 
 PROGRAM = """if True:
     import json, resource, sys
     import jax, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from halfbyte.checkpoint import Checkpoints
+    from halfbyte.checkpoint import CheckpointManager
 
     rank, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -24,7 +24,7 @@ PROGRAM = """if True:
     mesh = Mesh(np.array(jax.devices()), ("x",))
     w = jax.make_array_from_callback((2048,), NamedSharding(mesh, P("x")), lambda index: np.arange(2048.0)[index])
     said, found = [], []
-    store = Checkpoints(directory, keep_last=2, say=said.append)
+    store = CheckpointManager(directory, keep_last=2, say=said.append)
 
     for step, poor, size in ((1, 0, -1), (2, 1, 1000), (3, 0, 0), (4, 0, -1), (5, 0, -1)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size if rank == poor else -1, resource.RLIM_INFINITY))
@@ -41,7 +41,7 @@ def test_a_save_that_one_process_cannot_write_is_given_up_by_all(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-c", PROGRAM]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with held_port() as port:
+    with reserved_port() as port:
         rest = [str(port), str(tmp_path / "checkpoints")]
         started = [subprocess.Popen([*command, str(rank), *rest], env=environment, **pipes) for rank in range(2)]
         try:
@@ -78,7 +78,7 @@ class Client:
 def test_a_save_is_named_by_its_step_whatever_became_of_the_one_before():
     """The first never comes to its end: the next begins all the same, and only what does not commit has failed."""
     client = Client()
-    waits = together.Breakable(client)
+    waits = multihost.AbortableBarrierClient(client)
     start, end, commit = (f"1:{name}" for name in ("set_value_start", "set_value_end", "async_commit_complete"))
     waits.begin(1)
     waits.wait_at_barrier(start, 1)

@@ -20,8 +20,8 @@ def _quick(quick_compiles):
 def tiny_run(tmp_path_factory, quick_environment):
     """Four NVFP4 steps of a tiny Llama over bytes, by the command itself; a sample is drawn at the end."""
     from halfbyte import data, models
-    from halfbyte.optim import OptimizerConfig
-    from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig, jsonconfig
+    from halfbyte.io import dataclass_json
+    from halfbyte.train import CheckpointConfig, LogConfig, OptimizerConfig, TrainConfig, ValidationConfig
 
     folder = tmp_path_factory.mktemp("tiny")
     rng = random.Random(0)
@@ -51,7 +51,7 @@ def tiny_run(tmp_path_factory, quick_environment):
         checkpoint=CheckpointConfig(every=2),
         log=LogConfig(tensorboard=False),
     )
-    jsonconfig.save(config, folder / "config.json")
+    dataclass_json.save_config(config, folder / "config.json")
     command = ["train", "--config", str(folder / "config.json"), "--run-dir", str(folder / "run")]
     code = "import sys; from halfbyte.cli.main import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, **quick_environment, "HALFBYTE_API_TOKEN": SECRET}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfbyte.cli.base_config import words_for
+from halfbyte.cli.flag_parsing import train_arguments
 
 
 @pytest.mark.parametrize("name, words", [
@@ -15,4 +15,4 @@ def test_words_name_what_train_starts_from(tmp_path, monkeypatch, name, words):
     for directory, content in {"demo": "{}", "run": "{}", "folder": '{"model_type": "llama"}'}.items():
         (tmp_path / directory).mkdir()
         (tmp_path / directory / "config.json").write_text(content)
-    assert words_for(name) == words
+    assert train_arguments(name) == words

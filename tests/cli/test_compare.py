@@ -9,11 +9,11 @@ import pytest
 
 from halfbyte.cli.compare import draw_curves, short_names, speed_up
 from halfbyte.cli.main import main
-from halfbyte.evaluation.curves import Curve
-from halfbyte.train.identity import Identity, save_identity
+from halfbyte.evaluation.loss_curves import MetricCurve
+from halfbyte.train.run_identity import RunIdentity, save_identity
 
 SVG = "{http://www.w3.org/2000/svg}"
-COLOURS = ("#0072b2", "#c04a00")  # the first two of report/page.css
+COLOURS = ("#0072b2", "#c04a00")  # the first two of io/page.css
 
 
 def make_run(folder, *, recipe, gap, time=1.0, steps=100, model=None, seed=0, batch=8):
@@ -85,8 +85,8 @@ def test_picture_places_points_by_its_axes():
     rows = [
         {"step": s, "tokens": 100.0 * s, "loss": 4.0 - s / 60, "tokens_per_s_per_device": 7.0} for s in range(1, 61)
     ]
-    base = Curve("base", tuple(rows))
-    other = Curve("other", tuple({**row, "loss": row["loss"] + 0.25} for row in rows))
+    base = MetricCurve("base", tuple(rows))
+    other = MetricCurve("other", tuple({**row, "loss": row["loss"] + 0.25} for row in rows))
     picture = ElementTree.fromstring(draw_curves([base, other], {"other": base}, 1, None))
     loss, apart, _ = picture.iter(f"{SVG}g")
     for panel, first, last in ((loss, 4.25 - 1 / 60, 3.25), (apart, 0.25, 0.25)):
@@ -99,9 +99,9 @@ def test_picture_places_points_by_its_axes():
 
 def test_picture_of_a_diverged_and_of_a_short_run():
     rows = [{"step": s, "tokens": 100.0 * s, "loss": 3.0} for s in range(1, 61)]
-    base = Curve("base", tuple(rows))
-    broken = Curve("<b>", tuple({**row, "loss": np.nan if row["step"] > 50 else 3.1} for row in rows))
-    short = Curve("short", tuple(rows[:1]))
+    base = MetricCurve("base", tuple(rows))
+    broken = MetricCurve("<b>", tuple({**row, "loss": np.nan if row["step"] > 50 else 3.1} for row in rows))
+    short = MetricCurve("short", tuple(rows[:1]))
     drawn = draw_curves([base, broken, short], {c.name: base for c in (broken, short)}, 5, None)
     picture = ElementTree.fromstring(drawn)  # escaped: `<b>` is no element
     assert "nan" not in drawn and "var(" not in drawn
@@ -195,7 +195,7 @@ def test_runs_that_were_made_from_other_things_have_no_gap(tmp_path, capfd, fiel
     other = make_run(tmp_path / "other", recipe=name, gap=0.05)
     for folder in (base, other):
         own = {name: folder.name if name == field else "same" for name in ("data", "code", "tokenizer")}
-        save_identity(folder, Identity(folder.name, own["data"], made_with={"code": own["code"]}))
+        save_identity(folder, RunIdentity(folder.name, own["data"], made_with={"code": own["code"]}))
         (folder / "tokenizer.json").write_text(own["tokenizer"])
     assert main(["compare", str(base), str(other), "--out", "", "--json"]) == 2
     found = json.loads(capfd.readouterr().out)
@@ -208,7 +208,7 @@ def test_a_baseline_of_another_seed_on_other_data_is_refused_by_the_field(tmp_pa
     arms = [make_run(tmp_path / f"{name}{seed}", recipe=name, gap=0.0, seed=seed)
             for name in ("bf16", "nvfp4") for seed in (0, 1)]  # fmt: skip
     for folder in arms:
-        save_identity(folder, Identity(folder.name, f"set {folder.name[-1]}"))
+        save_identity(folder, RunIdentity(folder.name, f"set {folder.name[-1]}"))
     assert main(["compare", *map(str, arms), "--out", "", "--json"]) == 2
     found = {run["name"]: run for run in json.loads(capfd.readouterr().out)["runs"]}
     assert found["nvfp40"]["gap"] and not found["nvfp41"]["gap"]
@@ -234,7 +234,9 @@ def test_a_speed_up_of_equal_runs_is_none_in_nine_of_ten_intervals():
     random = np.random.default_rng(0)
 
     def curve():
-        return Curve("", tuple({"step": s, "step_time_s": time} for s, time in enumerate(random.normal(1, 0.1, 60))))
+        return MetricCurve(
+            "", tuple({"step": s, "step_time_s": time} for s, time in enumerate(random.normal(1, 0.1, 60)))
+        )
 
     bounds = [speed_up(curve(), curve())[1] for _ in range(150)]
     assert 0.82 < np.mean([low <= 1 <= high for low, high in bounds]) < 0.97

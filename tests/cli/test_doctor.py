@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfbyte.cli import acceptance, doctor
+from halfbyte.cli import doctor, hardware_acceptance
 from halfbyte.cli.main import main
-from halfbyte.devices import DEVICES, UNITS
+from halfbyte.devices import DEVICES, TENSOR_CORE_FORMATS
 from halfbyte.formats import selftest
 
 
@@ -37,7 +37,7 @@ def test_healthy(few_vectors, capfd):
 
 
 @pytest.mark.parametrize(
-    "device, native", [("cpu", {"bf16"}), ("h200", {"bf16", "fp8"}), ("gb300", set(UNITS) - {"mxfp4"})]
+    "device, native", [("cpu", {"bf16"}), ("h200", {"bf16", "fp8"}), ("gb300", set(TENSOR_CORE_FORMATS) - {"mxfp4"})]
 )
 def test_what_is_native_where(device, native):
     rows = doctor.format_rows({"table": DEVICES[device]})
@@ -85,18 +85,22 @@ def test_every_entry_of_unverified_names_its_line():
     text = (Path(__file__).parents[2] / "docs" / "unverified.md").read_text(encoding="utf-8")
     named = [re.findall(r"Line: `([\w-]+)`\.", entry) for entry in ENTRY.findall(text)]
     missing = [entry[:60] for entry, names in zip(ENTRY.findall(text), named, strict=True) if len(names) != 1]
-    assert not missing, f"name a line of halfbyte.cli.acceptance, as 'Line: `name`.', in: {missing}"
-    assert sorted(names[0] for names in named) == sorted(line.name for line in acceptance.LINES)
-    assert all((line.check is None) == bool(line.by_hand) for line in acceptance.LINES)
+    assert not missing, f"name a line of halfbyte.cli.hardware_acceptance, as 'Line: `name`.', in: {missing}"
+    assert sorted(names[0] for names in named) == sorted(line.name for line in hardware_acceptance.ACCEPTANCE_ITEMS)
+    assert all((line.check is None) == bool(line.manual_command) for line in hardware_acceptance.ACCEPTANCE_ITEMS)
 
 
 def quick_lines(monkeypatch, *names):
-    monkeypatch.setattr(acceptance, "LINES", [line for line in acceptance.LINES if line.name in names])
+    monkeypatch.setattr(
+        hardware_acceptance,
+        "ACCEPTANCE_ITEMS",
+        [line for line in hardware_acceptance.ACCEPTANCE_ITEMS if line.name in names],
+    )
 
 
 def test_acceptance_without_a_gpu_says_what_is_missing(few_vectors, tmp_path, capfd, monkeypatch):
     quick_lines(monkeypatch, "mesh-mock", "device-peak", "native-gemms", "faults")
-    monkeypatch.setattr(acceptance, "visible_gpus", list)
+    monkeypatch.setattr(hardware_acceptance, "visible_gpus", list)
     out = tmp_path / "answers.json"
     assert main(["doctor", "--accept", "--out", str(out)]) == 0
     shown = capfd.readouterr().out
@@ -108,9 +112,11 @@ def test_acceptance_without_a_gpu_says_what_is_missing(few_vectors, tmp_path, ca
 
 
 def test_a_missed_line_exits_3(few_vectors, tmp_path, capfd, monkeypatch):
-    wrong = dataclasses.replace(acceptance.LINES[4], check=lambda gpus: acceptance.Outcome("missed", "0.5x"))
-    broken = dataclasses.replace(acceptance.LINES[5], check=lambda gpus: int("x"))
-    monkeypatch.setattr(acceptance, "LINES", [wrong, broken])
+    wrong = dataclasses.replace(
+        hardware_acceptance.ACCEPTANCE_ITEMS[4], check=lambda gpus: hardware_acceptance.CheckOutcome("missed", "0.5x")
+    )
+    broken = dataclasses.replace(hardware_acceptance.ACCEPTANCE_ITEMS[5], check=lambda gpus: int("x"))
+    monkeypatch.setattr(hardware_acceptance, "ACCEPTANCE_ITEMS", [wrong, broken])
     out = tmp_path / "answers.json"
     assert main(["doctor", "--accept", "--out", str(out), "--json"]) == 3
     lines = json.loads(capfd.readouterr().out)["acceptance"]
@@ -126,8 +132,8 @@ def test_a_mocked_step_is_compared_with_a_real_one(monkeypatch, mocked, outcome)
         asked.append(arguments)
         return [{"recipe": "bf16", "milliseconds": mocked if "--mock-gpus" in arguments else 100.0}]
 
-    monkeypatch.setattr(acceptance, "bench_rows", rows)
-    found = acceptance.mocked_beside_real(["NVIDIA H200"] * 8)
+    monkeypatch.setattr(hardware_acceptance, "bench_rows", rows)
+    found = hardware_acceptance.check_mock_against_real(["NVIDIA H200"] * 8)
     assert found.outcome == outcome and f"bf16 {100 / mocked:.3f}x" in found.figure
     assert "fsdp=8" in asked[0] and asked[1][-2:] == ("--mock-gpus", "8")
 
@@ -139,7 +145,7 @@ def test_flags_are_compared(monkeypatch, serial, outcome):
     def rows(*arguments):
         return [{"recipe": "bf16", "milliseconds": 100.0}, {"recipe": "nvfp4", "milliseconds": times[arguments[-1]]}]
 
-    monkeypatch.setattr(acceptance, "bench_rows", rows)
-    found = acceptance.flags_overlap(["NVIDIA H200"] * 8)
+    monkeypatch.setattr(hardware_acceptance, "bench_rows", rows)
+    found = hardware_acceptance.check_overlap_flags(["NVIDIA H200"] * 8)
     assert found.outcome == outcome
     assert f"nvfp4: recommended 100.0 ms, four 105.0 ms, serial {serial:.1f}" in found.figure

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from halfbyte.cli.main import main
-from halfbyte.metrics import read_rows
+from halfbyte.train import read_rows
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

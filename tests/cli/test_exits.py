@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 ENTRY = "from halfbyte.cli.main import entry; entry()"
-WITHOUT_READERS = "from halfbyte.data import loading; loading.loader.__kwdefaults__['threads'] = 0; "
+WITHOUT_READERS = "from halfbyte.data import batch_loader as loading; loading.loader.__kwdefaults__['threads'] = 0; "
 RUNS = int(os.environ.get("HALFBYTE_EXIT_RUNS", "4"))
 
 COPYING = """

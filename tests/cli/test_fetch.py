@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from halfbyte.checkpoint import Copy, copying, objects
-from halfbyte.checkpoint.files import write_file_list
+from halfbyte.checkpoint import Copy, bucket_copy, object_store
+from halfbyte.checkpoint.checkpoint_record import write_file_list
 from halfbyte.cli.main import main
 
 URL = "s3://bucket/runs/a b"
@@ -19,8 +19,8 @@ def store(tmp_path, monkeypatch):
     def spec_of(url):
         return {"driver": "file", "path": f"{tmp_path}/{url.partition('://')[2]}/"}
 
-    monkeypatch.setattr(objects, "spec_of", spec_of)
-    monkeypatch.setattr(copying, "LOOK_S", 0.0)
+    monkeypatch.setattr(object_store, "spec_of", spec_of)
+    monkeypatch.setattr(bucket_copy, "LOOK_S", 0.0)
     run = tmp_path / "run"
     for step in ("2", "10"):
         (run / "checkpoints" / step).mkdir(parents=True)

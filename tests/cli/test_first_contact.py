@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli import main as cli
-from halfbyte.cli.base_config import run_of
-from halfbyte.cli.maxtext import KEYS, maxtext_arguments, together, translated
+from halfbyte.cli.flag_parsing import config_for_name
+from halfbyte.cli.maxtext_flags import KEYS, join_command, maxtext_arguments, translated
 from halfbyte.cli.train import parse
-from halfbyte.runs import run_config
-from halfbyte.sharding import parse_mesh
-from halfbyte.train import jsonconfig
+from halfbyte.distributed import parse_mesh
+from halfbyte.io import dataclass_json
+from halfbyte.train.run_presets import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TOML = 'run = "llama-60m"\nsteps = 7\n\n[optimizer]\nlearning_rate = 0.5\n'
@@ -35,7 +35,7 @@ def test_a_partial_config_in_any_language(tmp_path, name, text):
 def test_a_partial_config_is_a_run_for_every_command(tmp_path):
     """`parity`, `league`, `playbook`, `bench` and `plan` take what `train --config` takes."""
     (tmp_path / "small.json").write_text('{"run": "llama-60m", "batch": 4}')
-    found = run_of(str(tmp_path / "small.json"))
+    found = config_for_name(str(tmp_path / "small.json"))
     assert found == dataclasses.replace(run_config("llama-60m"), batch=4)
 
 
@@ -48,7 +48,7 @@ def test_a_partial_config_over_a_named_run_with_another_model(tmp_path):
 
 
 def test_a_whole_config_still_is_one(tmp_path):
-    jsonconfig.save(run_config("llama-350m"), tmp_path / "config.json")
+    dataclass_json.save_config(run_config("llama-350m"), tmp_path / "config.json")
     assert parse(["--config", str(tmp_path / "config.json")]).run == run_config("llama-350m")
     with pytest.raises(ValueError, match="not both"):
         parse(["demo", "--config", str(tmp_path / "config.json")])
@@ -134,12 +134,12 @@ def test_a_command_of_maxtext_is_answered_line_by_line(capfd):
     for word in words.split():
         assert len(re.findall(rf"^  {re.escape(word)} +\S", error, re.M)) == 1
     assert "together: halfbyte train llama3-8b --recipe te_nvfp4 --mesh fsdp=4,tensor=2" in " ".join(error.split())
-    assert parse(together(words.split()).split()[2:]).run.mesh == "fsdp=4,tensor=2"
+    assert parse(join_command(words.split()).split()[2:]).run.mesh == "fsdp=4,tensor=2"
 
 
 def test_axes_between_slices_are_not_those_within():
     words = ["ici_fsdp_parallelism=8", "dcn_fsdp_parallelism=2", "dcn_data_parallelism=4"]
-    mesh = together(words).partition("--mesh ")[2]
+    mesh = join_command(words).partition("--mesh ")[2]
     assert parse_mesh(mesh) == {"dcn.data": 4, "dcn.fsdp": 2, "fsdp": 8}
 
 

@@ -9,10 +9,10 @@ import jax
 import pytest
 
 from halfbyte import models
-from halfbyte.cli.after_training import sample_text
 from halfbyte.cli.main import main
+from halfbyte.cli.run_summary import sample_text
 from halfbyte.data.tokenizer import byte_tokenizer
-from halfbyte.sharding import make_mesh
+from halfbyte.distributed import make_mesh
 from halfbyte.train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -46,7 +46,7 @@ def test_text_alone_on_stdout_and_the_same_seed_the_same_text(tiny_run, capfd):
 
 @pytest.mark.slow
 def test_the_prompt_from_a_pipe_and_an_older_checkpoint(tiny_run, capfd, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("of law"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"of law")))
     code, found, _ = generate(capfd, tiny_run, "--prompt", "-", "--recipe", "bf16", "--step", 2, "--max-tokens", 999)
     assert code == 0 and found["step"] == 2
     (sample,) = found["samples"]
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tiny_run, tmp_path
 @pytest.mark.slow
 def test_the_data_may_be_gone(tiny_run, tmp_path, capfd, monkeypatch):
     """The run directory holds the tokenizer; the data set is not opened."""
-    monkeypatch.setattr("halfbyte.train.source.open_source", lambda config: pytest.fail("opened the data"))
+    monkeypatch.setattr("halfbyte.train.batch_source.open_batch_source", lambda config: pytest.fail("opened the data"))
     code, _, _ = generate(capfd, tiny_run, "--recipe", "bf16", "--max-tokens", 1)
     assert code == 0
 

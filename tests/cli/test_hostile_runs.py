@@ -16,13 +16,13 @@ import pytest
 import tensorstore
 
 from halfbyte import data
-from halfbyte.checkpoint.files import write_file_list
-from halfbyte.cli.base_config import config_over
+from halfbyte.checkpoint.checkpoint_record import write_file_list
+from halfbyte.cli.flag_parsing import config_from_file
 from halfbyte.cli.main import main
-from halfbyte.interchange.tensor_file import MOST_TENSORS
-from halfbyte.train import reading
-from halfbyte.train.identity import load_identity, save_identity
-from halfbyte.train.reading import open_directory
+from halfbyte.hf.hf_folder import MAX_TENSORS
+from halfbyte.train import run_directory
+from halfbyte.train.run_directory import open_run_directory
+from halfbyte.train.run_identity import load_identity, save_identity
 
 COMMANDS = {
     "verify": ("verify", "RUN"),
@@ -118,7 +118,7 @@ def test_a_cache_of_compiled_programs_in_the_run_is_not_looked_at(run):
     (run / "compiled" / "jit_step-0-cache").write_bytes(b"machine code")
     edit(run, "config.json", lambda values: values.update(compile_cache=str(run / "compiled")))
     reseal(run)
-    assert open_directory(run).config.compile_cache == ""
+    assert open_run_directory(run).config.compile_cache == ""
 
 
 CHUNKS = tensorstore.ChunkLayout(chunk_shape=[1 << 20, 32])
@@ -203,7 +203,7 @@ def test_giants_are_refused(run, capsys):
     (run / "imported.json").write_text("{}")
     (run / "huggingface").mkdir()
     shutil.copy(run / "config.json", run / "huggingface")
-    many = {str(number): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(MOST_TENSORS + 1)}
+    many = {str(number): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(MAX_TENSORS + 1)}
     for content in (header(many), (90_000_000).to_bytes(8, "little") + b"{}"):
         (run / "huggingface" / "model.safetensors").write_bytes(content)
         assert codes(run, READERS) == all_two(READERS)
@@ -336,11 +336,11 @@ def test_what_came_with_an_imported_model_is_compared_before_it_is_taken_along(r
 
 
 def test_the_config_of_a_run_is_behind_its_seal_wherever_it_is_named(run, monkeypatch, capsys):
-    monkeypatch.setattr(reading, "SLOW", 0)
-    assert config_over("", run / "config.json").steps == 4
+    monkeypatch.setattr(run_directory, "LARGE_FILE_BYTES", 0)
+    assert config_from_file("", run / "config.json").steps == 4
     assert "comparing" in capsys.readouterr().err  # what takes a while is said
     (run / "run.json").unlink()
-    assert config_over("", run / "config.json").steps == 4
+    assert config_from_file("", run / "config.json").steps == 4
     assert "no seal covers config.json" in capsys.readouterr().err
 
 
@@ -349,8 +349,8 @@ def test_a_run_of_an_earlier_version_is_read_and_said_to_be_unsealed(run, capsys
     identity = load_identity(run)
     text = json.dumps({"run": identity.run, "data": identity.data, "config_sha256": identity.files["config.json"]})
     (run / "run.json").write_text(json.dumps({"run": text, "crc32": zlib.crc32(text.encode())}))
-    opened = open_directory(run)
-    assert opened.unsealed() == ["tokenizer.json", "data.json"] and opened.config.steps == 4
+    opened = open_run_directory(run)
+    assert opened.unsealed_files() == ["tokenizer.json", "data.json"] and opened.config.steps == 4
     assert "no seal covers tokenizer.json, data.json" in capsys.readouterr().err
     assert main(["verify", str(run)]) == 0
     assert "no seal covers it" in capsys.readouterr().out

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from halfbyte.cli.main import main
-from halfbyte.interchange import Folder
-from halfbyte.interchange.starting import check_tokenizers
+from halfbyte.hf import HfFolder
+from halfbyte.hf.model_loading import check_tokenizers
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -26,7 +26,7 @@ def command(capfd, *words):
 
 
 def tensors_of(folder):
-    with Folder(folder) as opened:
+    with HfFolder(folder) as opened:
         return {name: opened.read(name) for name in opened.entries}
 
 
@@ -115,11 +115,11 @@ def imported_loss(folder, data_dir):
     import jax.numpy as jnp
 
     from halfbyte import data, models
-    from halfbyte.interchange import config_from_hf, load_params
+    from halfbyte.hf import config_from_hf, load_params
 
     with data.loader(data.open_dataset(data_dir), batch=8, seed=0) as loader:
         batch = {name: jnp.asarray(value, jnp.int32) for name, value in next(loader).items()}
-    with Folder(folder) as opened:
+    with HfFolder(folder) as opened:
         cfg = config_from_hf(opened.config)
         params = load_params(opened, cfg)
     return float(jax.jit(lambda p, b: models.loss(cfg, p, b)[0])(params, batch))

@@ -13,14 +13,14 @@ import pytest
 
 import halfbyte.cli
 from halfbyte.cli import main as cli
-from halfbyte.cli.flags import help_text
+from halfbyte.cli.flag_parsing import help_text
 
 COMMAND = '''"""Say hello to someone.
 
 More about it."""
 import os
 from dataclasses import dataclass
-from halfbyte.cli.result import Result
+from halfbyte.cli.console import CommandResult as Result
 
 @dataclass(frozen=True)
 class Args:
@@ -51,8 +51,8 @@ def hello(tmp_path, monkeypatch):
     (tmp_path / "hello.py").write_text(COMMAND)
     (tmp_path / "not_a_command.py").write_text('"""Something else."""\nx = 1\n')
     monkeypatch.setattr("halfbyte.cli.__path__", [str(tmp_path), *halfbyte.cli.__path__])
-    monkeypatch.setattr(cli, "PACKAGE", tmp_path)
-    monkeypatch.setattr(cli, "HERE", tmp_path)
+    monkeypatch.setattr(cli, "PACKAGE_DIR", tmp_path)
+    monkeypatch.setattr(cli, "CLI_DIR", tmp_path)
     yield
     sys.modules.pop("halfbyte.cli.hello", None)
 
@@ -132,14 +132,16 @@ def test_examples_in_a_docstring_keep_their_lines():
 
 
 def test_json_holds_what_training_returns():
-    found = cli.plain({"loss": float("nan"), 3: np.float32(0.5), "curve": np.arange(2), "at": (1, {"x": float("inf")})})
+    found = cli.to_jsonable(
+        {"loss": float("nan"), 3: np.float32(0.5), "curve": np.arange(2), "at": (1, {"x": float("inf")})}
+    )
     assert found == {"loss": None, "3": 0.5, "curve": [0, 1], "at": [1, {"x": None}]}
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
 def test_commands_are_the_modules_that_define_run():
     """Oracle: Python's parser, which no string and no odd spacing misleads."""
-    bodies = {file: ast.parse(file.read_text(encoding="utf-8")).body for file in cli.HERE.glob("*.py")}
+    bodies = {file: ast.parse(file.read_text(encoding="utf-8")).body for file in cli.CLI_DIR.glob("*.py")}
     defining = {
         f for f, body in bodies.items() if any(isinstance(n, ast.FunctionDef) and n.name == "run" for n in body)
     }
@@ -150,7 +152,7 @@ def test_every_command_has_a_short_summary():
     commands = cli.find_commands()
     assert {"doctor", "recipes"} <= set(commands)
     for name, file in commands.items():
-        assert 0 < len(cli.summary(file)) < 100, name
+        assert 0 < len(cli.command_summary(file)) < 100, name
 
 
 def test_help_does_not_import_jax():
@@ -210,7 +212,7 @@ def test_a_reader_that_goes_away_is_no_error():
     "number, code", [(errno.ENAMETOOLONG, 2), (errno.EROFS, 2), (errno.ENOSPC, 1), (errno.EMFILE, 1), (errno.EIO, 1)]
 )
 def test_what_the_machine_refuses_is_one_paragraph(number, code, capfd):
-    assert cli.report(OSError(number, "it says no", "a/file")) == code
+    assert cli.report_error(OSError(number, "it says no", "a/file")) == code
     error = capfd.readouterr().err
     assert "it says no" in error and "Traceback" not in error
 
@@ -221,9 +223,9 @@ def test_errors_do_not_reach_the_terminal_as_commands(capfd):
 
 
 def test_a_console_shows_markup_and_escapes_as_text(capsys):
-    from halfbyte.cli.screen import console, table
+    from halfbyte.cli.console import console, rich_table
 
-    console().print(table(["[/bold]"], [["[/bold]\x1b[31m[red]x[/]"]]))
+    console().print(rich_table(["[/bold]"], [["[/bold]\x1b[31m[red]x[/]"]]))
     console().print("[/nothing] \x9b31m :smile:")
     out = capsys.readouterr().out
     assert "[/bold]\\x1b[31m[red]x[/]" in out and "[/nothing] \\x9b31m :smile:" in out and "\x1b" not in out
@@ -232,6 +234,6 @@ def test_a_console_shows_markup_and_escapes_as_text(capsys):
 def test_a_platform_that_jax_does_not_have_is_bad_input(monkeypatch, capfd):
     """What JAX raises, at its first device, for JAX_PLATFORMS=nope."""
     monkeypatch.setenv("JAX_PLATFORMS", "nope")
-    assert cli.report(RuntimeError("Unable to initialize backend 'nope': Backend 'nope' is not in the list")) == 2
+    assert cli.report_error(RuntimeError("Unable to initialize backend 'nope': Backend 'nope' is not in the list")) == 2
     error = capfd.readouterr().err
     assert "JAX_PLATFORMS is 'nope'" in error and "Traceback" not in error

@@ -12,14 +12,13 @@ import pytest
 
 import halfbyte as hb
 from halfbyte.cli import compare, data, generate, parity
-from halfbyte.cli.after_training import difference
 from halfbyte.cli.main import parse_flags
-from halfbyte.cli.next_steps import next_steps, program, quantizes
-from halfbyte.cli.train import parse, started_with
+from halfbyte.cli.run_summary import describe_loss_difference, has_quantized_linears, program_name, suggest_next_steps
+from halfbyte.cli.train import parse, rerun_flags
+from halfbyte.io import dataclass_json
 from halfbyte.models import linear_sites
-from halfbyte.recipe import policy, recipe
-from halfbyte.train import jsonconfig
-from halfbyte.train.reading import open_directory
+from halfbyte.recipes import policy, recipe
+from halfbyte.train.run_directory import open_run_directory
 
 DEMO = hb.run_config("demo")
 
@@ -38,7 +37,7 @@ def by_command(commands):
 
 
 def test_what_a_run_prints_reproduces_it(tiny_run):
-    config = open_directory(tiny_run).config
+    config = open_run_directory(tiny_run).config
     found = by_command(printed(tiny_run))
     other, on = map(parse, found["train"])
     assert other.run == dataclasses.replace(config, recipe="bf16") and other.run_dir == f"{tiny_run}-bf16"
@@ -49,8 +48,8 @@ def test_what_a_run_prints_reproduces_it(tiny_run):
 
 @pytest.mark.slow
 def test_a_run_on_the_embedded_text_is_offered_on_own_text(tmp_path):
-    jsonconfig.save(DEMO, tmp_path / "config.json")
-    prepare, train = next_steps(DEMO, tmp_path)[-1][1]
+    dataclass_json.save_config(DEMO, tmp_path / "config.json")
+    prepare, train = suggest_next_steps(DEMO, tmp_path)[-1][1]
     own, prepared = parse(list(train[1:])), parse_flags("data", data, list(prepare[1:]))
     assert own.run == dataclasses.replace(DEMO, data="data/own") and own.run_dir == ""
     assert prepared.tokenizer == f"bpe:{DEMO.model.vocab_size}" and prepared.out == own.run.data
@@ -58,8 +57,8 @@ def test_a_run_on_the_embedded_text_is_offered_on_own_text(tmp_path):
 
 def test_the_parity_that_a_run_prints_compares_its_recipe_with_bf16(tiny_run):
     (words,) = by_command(printed(tiny_run))["parity"]
-    plan, out = parity.make_plan(parse_flags("parity", parity, words))
-    config = open_directory(tiny_run).config
+    plan, out = parity.make_study_plan(parse_flags("parity", parity, words))
+    config = open_run_directory(tiny_run).config
     made = {arm.kind: arm.configure(plan.base, 0).recipe for arm in plan.arms}
     assert (made["baseline"], made["candidate"]) == ("bf16", "nvfp4") and len(plan.seeds) == 3
     assert (plan.base.model, plan.base.data, plan.base.steps) == (config.model, config.data, config.steps)
@@ -70,7 +69,7 @@ def test_the_parity_that_a_run_prints_compares_its_recipe_with_bf16(tiny_run):
 def test_what_is_offered_can_be_done_with_the_data(tmp_path, source, writes, prepares):
     """Synthetic tokens are no text to write on from, and who has trained on own text needs no advice to."""
     config = dataclasses.replace(DEMO, data=source)
-    names = [words[0] for _, commands in next_steps(config, tmp_path) for words in commands]
+    names = [words[0] for _, commands in suggest_next_steps(config, tmp_path) for words in commands]
     assert (names.count("generate"), names.count("data")) == (writes, prepares)
     assert names.count("train") == 2 + prepares and names.count("parity") == 1
 
@@ -84,8 +83,10 @@ def test_only_what_is_there_is_said_to_be(tiny_run):
 
 @pytest.mark.slow
 def test_a_run_in_bf16_is_offered_in_nvfp4(tmp_path):
-    jsonconfig.save(dataclasses.replace(DEMO, recipe="bf16"), tmp_path / "config.json")
-    (train, pair), ((_, _, *flags),) = (commands for _, commands in next_steps(parse_demo(tmp_path), tmp_path)[:2])
+    dataclass_json.save_config(dataclasses.replace(DEMO, recipe="bf16"), tmp_path / "config.json")
+    (train, pair), ((_, _, *flags),) = (
+        commands for _, commands in suggest_next_steps(parse_demo(tmp_path), tmp_path)[:2]
+    )
     assert parse(list(train[1:])).run == DEMO
     assert pair == ("compare", str(tmp_path), f"{tmp_path}-nvfp4")
     assert flags[:4] == ["--baseline", "bf16", "--candidates", "nvfp4"]
@@ -99,28 +100,28 @@ def parse_demo(folder):
 def test_rules_that_name_their_recipes_are_changed_too(tmp_path):
     """`--recipe bf16` alone would leave them in 4 bits."""
     rules = dataclasses.replace(DEMO, policy="mlp/*=nvfp4; layers[-1:]=bf16")
-    jsonconfig.save(rules, tmp_path / "config.json")
-    assert quantizes(rules, "bf16")
-    steps = next_steps(parse_demo(tmp_path), tmp_path)
+    dataclass_json.save_config(rules, tmp_path / "config.json")
+    assert has_quantized_linears(rules, "bf16")
+    steps = suggest_next_steps(parse_demo(tmp_path), tmp_path)
     plain = parse(list(steps[0][1][0][1:])).run
     sites = policy(plain.policy, recipe(plain.recipe)).resolve(linear_sites(plain.model), plain.model.layers)
     assert not any(made.quantized for part in sites.segments for made in part.recipes.values())
     assert dataclasses.replace(plain, recipe=rules.recipe, policy=rules.policy) == rules
-    plan, _ = parity.make_plan(parse_flags("parity", parity, list(steps[1][1][0][1:])))
-    assert not quantizes(plan.arms[0].configure(plan.base, 0), "bf16")
+    plan, _ = parity.make_study_plan(parse_flags("parity", parity, list(steps[1][1][0][1:])))
+    assert not has_quantized_linears(plan.arms[0].configure(plan.base, 0), "bf16")
 
 
 def test_a_recipe_that_is_spelled_out_has_no_study(tmp_path):
     """Candidates are separated by commas, which it has."""
     own = dataclasses.replace(DEMO, recipe=dataclasses.replace(hb.recipe("nvfp4"), name="mine"))
-    names = [words[0] for _, commands in next_steps(own, tmp_path) for words in commands]
+    names = [words[0] for _, commands in suggest_next_steps(own, tmp_path) for words in commands]
     assert "parity" not in names and names.count("train") == 3
 
 
 def test_what_the_config_does_not_hold_is_carried_along(tmp_path):
     args = parse(["demo", "--distributed.cpu-devices", "4", "--mesh", "fsdp=4", "--xla-flags", "none"])
-    jsonconfig.save(args.run, tmp_path / "config.json")
-    steps = next_steps(args.run, tmp_path, started=started_with(args))
+    dataclass_json.save_config(args.run, tmp_path / "config.json")
+    steps = suggest_next_steps(args.run, tmp_path, started=rerun_flags(args))
     again = parse(list(steps[0][1][0][1:]))
     assert (again.distributed, again.xla_flags) == (args.distributed, args.xla_flags)
     assert again.run == dataclasses.replace(args.run, recipe="bf16")
@@ -128,7 +129,10 @@ def test_what_the_config_does_not_hold_is_carried_along(tmp_path):
 
 @pytest.mark.parametrize("vocabulary, seq", [(1024, 128), (50_000, 4096)])
 def test_what_preparing_prints_fits_the_data(vocabulary, seq):
-    words = data.train_on(Path("my data"), SimpleNamespace(vocab_size=vocabulary, seq_len=seq))
+    rows = SimpleNamespace(tokens=40 * seq, rows=40)
+    manifest = SimpleNamespace(vocab_size=vocabulary, seq_len=seq, splits={"train": {"default": rows}})
+    words, takes = data.train_on(Path("my data"), manifest)
+    assert "on this machine" in takes
     made = parse(shlex.split(shlex.join(words))[1:]).run
     assert (made.data, made.seq) == ("my data", seq)
     assert made.model.vocab_size >= vocabulary and made.model.max_seq >= seq
@@ -142,7 +146,7 @@ def test_the_program_is_named_as_the_shell_finds_it(tmp_path, monkeypatch, on_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(script)])
     monkeypatch.setenv("PATH", str(script.parent) if on_path else "")
-    assert program() == wanted
+    assert program_name() == wanted
 
 
 def test_the_package_runs_as_a_module():
@@ -151,5 +155,5 @@ def test_the_package_runs_as_a_module():
 
 
 def test_a_difference_reads_as_what_it_means():
-    assert difference(6.0775, 5.9529, "x") == "0.125 worse than x"
-    assert difference(3.9, 4.163, "x") == "0.263 better than x"
+    assert describe_loss_difference(6.0775, 5.9529, "x") == "0.125 worse than x"
+    assert describe_loss_difference(3.9, 4.163, "x") == "0.263 better than x"

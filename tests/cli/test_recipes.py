@@ -1,11 +1,11 @@
-"""`halfbyte recipes`: what it prints is what halfbyte.recipe says."""
+"""`halfbyte recipes`: what it prints is what halfbyte.recipes says."""
 
 import json
 
 import pytest
 
 from halfbyte.cli.main import main
-from halfbyte.recipe import aliases, difference, recipe, recipe_names
+from halfbyte.recipes import maxtext_aliases, recipe, recipe_diff, recipe_names
 
 
 def run_json(capfd, *argv):
@@ -18,7 +18,7 @@ def test_all_recipes(capfd):
     assert code == 0
     assert [entry["name"] for entry in data["recipes"]] == recipe_names()
     by_name = {entry["name"]: entry for entry in data["recipes"]}
-    assert by_name["nvfp4"]["aliases"] == [alias for alias, name in aliases().items() if name == "nvfp4"]
+    assert by_name["nvfp4"]["aliases"] == [alias for alias, name in maxtext_aliases().items() if name == "nvfp4"]
     assert {change["operand"] for change in by_name["nvfp4_no_rht"]["changes"]} == {"wgrad_x", "wgrad_dy"}
     assert by_name["nvfp4_no_rht"]["differs_from"] == "nvfp4"
 
@@ -41,7 +41,7 @@ def test_one_recipe_by_its_maxtext_name(capfd):
 def test_two_recipes(capfd):
     code, data = run_json(capfd, "recipes", "nvfp4", "mxfp4")
     assert code == 0
-    expected = [(operand, field) for operand, field, _, _ in difference(recipe("nvfp4"), recipe("mxfp4"))]
+    expected = [(operand, field) for operand, field, _, _ in recipe_diff(recipe("nvfp4"), recipe("mxfp4"))]
     assert [(change["operand"], change["field"]) for change in data["changes"]] == expected
 
 
@@ -77,8 +77,8 @@ def test_what_is_said_of_the_weights_together_and_of_their_source(capfd):
 
 BAD = {  # what a file says -> what its reader is told
     "replace(nvfp4, name='x', **nvfp4.with_operands(('wgrad_x',), hadamard=False))": "set both or neither",
-    "BlockFormat('x', NVFP4.element, 16, TwoLevel(among=(4.0,)))": "largest value is 6",
-    "BlockFormat('x', E1M2, 16, TwoLevel(among=(6.0, 4.0)))": "does not serve E1M2",
+    "BlockFormat('x', NVFP4.element, 16, TwoLevelScale(candidate_targets=(4.0,)))": "largest value is 6",
+    "BlockFormat('x', E1M2, 16, TwoLevelScale(candidate_targets=(6.0, 4.0)))": "does not serve E1M2",
     "replace(nvfp4, name='x', **nvfp4.with_operands(WEIGHTS, format=NVFP4_ROW))": "cannot apply",
 }
 
@@ -87,8 +87,8 @@ BAD = {  # what a file says -> what its reader is told
 def test_a_recipe_that_cannot_be_computed_is_one_paragraph_and_exit_2(tmp_path, capfd, text, said):
     (tmp_path / "mine.py").write_text(
         "from dataclasses import replace\n"
-        "from halfbyte.formats import E1M2, NVFP4, NVFP4_ROW, BlockFormat, TwoLevel\n"
-        "from halfbyte.recipe import WEIGHTS, recipe\n"
+        "from halfbyte.formats import E1M2, NVFP4, NVFP4_ROW, BlockFormat, TwoLevelScale\n"
+        "from halfbyte.recipes import WEIGHT_ROLES as WEIGHTS, recipe\n"
         f"nvfp4 = recipe('nvfp4')\nmine = {text}\n"
     )
     assert main(["recipes", f"{tmp_path / 'mine.py'}:mine"]) == 2

@@ -7,13 +7,13 @@ import tracemalloc
 
 import pytest
 
-from halfbyte import metrics
-from halfbyte.checkpoint import Checkpoints
+from halfbyte import train
+from halfbyte.checkpoint import CheckpointManager
 from halfbyte.cli import verify
 from halfbyte.cli.main import main
-from halfbyte.cli.verify import check_metrics
-from halfbyte.data.files import sha256_of
-from halfbyte.train.identity import load_identity, save_identity
+from halfbyte.cli.verify import verify_metrics
+from halfbyte.data.text_files import sha256_of
+from halfbyte.train.run_identity import load_identity, save_identity
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning"),
@@ -52,8 +52,8 @@ def test_damage_is_named_and_nothing_is_moved(run, capsys):
 @pytest.mark.slow
 def test_checkpoints_from_before_an_allowed_change_are_whole_if_the_newest_is_of_the_config(run, capsys, monkeypatch):
     states = [verify.EARLIER, verify.GOOD]
-    found = lambda store, step, opened: verify.Finding("checkpoint", states.pop(0), "")  # noqa: E731
-    monkeypatch.setattr(Checkpoints, "steps", lambda store: [4, 4])
+    found = lambda store, step, opened: verify.VerifyFinding("checkpoint", states.pop(0), "")  # noqa: E731
+    monkeypatch.setattr(CheckpointManager, "steps", lambda store: [4, 4])
     monkeypatch.setattr(verify, "_check_one", found)
     assert main(["verify", str(run)]) == 0 and "of an earlier config" in capsys.readouterr().out
     changed = (run / "config.json").read_text().replace('"seed": 0', '"seed": 1')
@@ -90,7 +90,7 @@ def test_not_a_run(tmp_path, capsys):
 )
 def test_rows_are_counted_whatever_step_they_tell_of(tmp_path, text, said):
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert check_metrics(tmp_path).detail.startswith(said)
+    assert verify_metrics(tmp_path).detail.startswith(said)
 
 
 def test_a_step_that_ends_while_rows_are_read_is_no_damage(tmp_path, monkeypatch):
@@ -103,10 +103,10 @@ def test_a_step_that_ends_while_rows_are_read_is_no_damage(tmp_path, monkeypatch
         (tmp_path / "checkpoints" / "3").mkdir(exist_ok=True)
         return rows
 
-    metrics_rows = metrics.read_rows
-    monkeypatch.setattr(metrics, "read_rows", read_beside_a_run)
-    assert check_metrics(tmp_path).state == "whole"
-    assert check_metrics(tmp_path).state == "NOT WHOLE"  # the row of checkpoint 3 is still not there
+    metrics_rows = train.read_rows
+    monkeypatch.setattr(train, "read_rows", read_beside_a_run)
+    assert verify_metrics(tmp_path).state == "whole"
+    assert verify_metrics(tmp_path).state == "NOT WHOLE"  # the row of checkpoint 3 is still not there
 
 
 @pytest.mark.slow
@@ -114,6 +114,6 @@ def test_a_giant_of_metrics_takes_no_memory(tmp_path):
     with open(tmp_path / "metrics.jsonl", "wb") as file:
         file.truncate(1 << 28)
     tracemalloc.start()
-    assert check_metrics(tmp_path).state == "NOT WHOLE"
+    assert verify_metrics(tmp_path).state == "NOT WHOLE"
     assert tracemalloc.get_traced_memory()[1] < 1 << 26
     tracemalloc.stop()

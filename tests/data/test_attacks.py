@@ -22,7 +22,7 @@ HANDLES = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from halfbyte.data import open_dataset
-from halfbyte.data.loading import loader
+from halfbyte.data.batch_loader import loader
 dataset = open_dataset(sys.argv[1])
 rows = dataset.rows("train")
 print(len(dataset.manifest.shards), len([rows[i] for i in range(len(rows))]))
@@ -109,7 +109,7 @@ def test_deep_records_and_long_lines_are_named(tmp_path, capfd, monkeypatch):
     deep.write_text('{"text": "good"}\n{"text": "x", "meta": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     assert main(["data", "prepare", str(deep), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 2
     assert "deep.jsonl, line 2: not JSON" in capfd.readouterr().err
-    monkeypatch.setattr("halfbyte.data.files.MOST_LINE", 1 << 20)
+    monkeypatch.setattr("halfbyte.data.text_files.MAX_LINE_BYTES", 1 << 20)
     long = tmp_path / "long.jsonl"
     long.write_text('{"text": "good"}\n{"text": "' + "x" * (4 << 20) + '"}\n')
     assert main(["data", "prepare", str(long), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 2

@@ -9,7 +9,7 @@ import sys
 import pytest
 import zstandard
 
-from halfbyte.data.compression import decompressed
+from halfbyte.data.compression import decompress_blocks
 
 TEXT = " ".join(f"{number} sheep and {number * number % 977} goats" for number in range(3000)).encode()
 
@@ -31,7 +31,7 @@ STORED = {
 
 def read(folder, name, content, **settings):
     (folder / name).write_bytes(content)
-    return b"".join(block for block, _ in decompressed(folder / name, name=name, **settings))
+    return b"".join(block for block, _ in decompress_blocks(folder / name, name=name, **settings))
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -91,7 +91,7 @@ def test_no_checksum_is_refused_unless_accepted(tmp_path):
 
 BOMB = """
 import resource, sys, pathlib
-from halfbyte.data.compression import decompressed
+from halfbyte.data.compression import decompress_blocks as decompressed
 for path in map(pathlib.Path, sys.argv[1:]):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     said = "nothing"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from halfbyte.data import Mixture, loader, open_dataset, open_mixture, parse_mixture, prepare
-from halfbyte.data.manifest import checksum
-from halfbyte.data.packing import row_dtype
-from halfbyte.data.shards import Rows, ShardWriter
+from halfbyte.data.dataset_manifest import manifest_digest
+from halfbyte.data.encode import row_dtype
+from halfbyte.data.shard_files import ShardRows, ShardWriter
 
 SHARD = "train-001-00001.array_record"
 
@@ -31,7 +31,7 @@ def rewrite(directory, change) -> None:
     body = json.loads(path.read_text())
     body.pop("checksum")
     change(body)
-    path.write_text(json.dumps({**body, "checksum": checksum(body)}))
+    path.write_text(json.dumps({**body, "checksum": manifest_digest(body)}))
 
 
 def test_an_intact_set_opens(prepared):
@@ -190,7 +190,7 @@ def test_shards_hold_what_was_written_at_any_size(tmp_path):
     writer.write(rows[5:])
     writer.close()
     assert [s.rows for s in writer.shards] == [7, 7, 7, 2]
-    np.testing.assert_array_equal(Rows(tmp_path, writer.shards, rows.dtype).read_all(), rows)
+    np.testing.assert_array_equal(ShardRows(tmp_path, writer.shards, rows.dtype).read_all(), rows)
 
 
 def test_mixture_specs():

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from halfbyte.data import demo_dataset, ngram_baselines
-from halfbyte.data.embedded import demo_files
+from halfbyte.data.demo_corpus import demo_files
 from halfbyte.data.tokenizer import train_bpe
-from halfbyte.inputs import user_cache
+from halfbyte.io import user_cache
 
 
 def texts(path: Path) -> list[str]:

@@ -9,8 +9,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.data import compression, files
-from halfbyte.data.files import InputFile, chunks, cut_before, find_files, json_records, kind_of
+from halfbyte.data import compression, text_files
+from halfbyte.data.text_files import InputFile, file_kind, find_cut, find_files, iter_chunks, json_records
 
 TEXTS = ["one", "two\nlines", "über 数", " "]
 COMPRESS = {
@@ -26,7 +26,7 @@ def as_file(path) -> InputFile:
 
 
 def records(path) -> list:
-    return [record for chunk in chunks(as_file(path)) for record in json_records(chunk)]
+    return [record for chunk in iter_chunks(as_file(path)) for record in json_records(chunk)]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -42,7 +42,7 @@ def test_text_reads_the_same_however_compressed(tmp_path, suffix):
     text = "first line\nzweite Zeile: ü\n" * 50
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(COMPRESS[suffix](text.encode()))
-    assert b"".join(chunk.data for chunk in chunks(as_file(path))).decode() == text
+    assert b"".join(chunk.data for chunk in iter_chunks(as_file(path))).decode() == text
 
 
 def test_several_frames_in_one_file(tmp_path):
@@ -89,8 +89,8 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 
 def test_line_numbers_go_on_over_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "CHUNK", 40)
-    monkeypatch.setattr(compression, "BLOCK", 16)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(compression, "READ_BLOCK_BYTES", 16)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n' * 20 + b"oops\n")
     with pytest.raises(ValueError, match="line 21: not JSON"):
@@ -106,18 +106,18 @@ def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path):
 @given(st.text(min_size=2), st.integers(1, 200))
 def test_a_cut_never_breaks_a_character(text, limit):
     data = text.encode()
-    cut = cut_before(data, min(limit, len(data)))
+    cut = find_cut(data, min(limit, len(data)))
     assert data[:cut].decode() + data[cut:].decode() == text
     assert 0 < cut <= limit + 3
 
 
 def test_pieces_of_a_text_file_join_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PIECE", 50)
-    monkeypatch.setattr(compression, "BLOCK", 64)
+    monkeypatch.setattr(text_files, "MAX_PIECE_BYTES", 50)
+    monkeypatch.setattr(compression, "READ_BLOCK_BYTES", 64)
     text = "数字 and words " * 100
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
-    pieces = list(chunks(as_file(path)))
+    pieces = list(iter_chunks(as_file(path)))
     assert "".join(p.data.decode() for p in pieces) == text
     assert [p.first for p in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [p.last for p in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -134,7 +134,7 @@ def test_directories_globs_and_names_give_files_in_order_and_once(tmp_path):
 
 def test_names_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "notes.pdf").write_bytes(b"")
-    with pytest.raises(ValueError, match="notes.pdf: cannot tell what it holds"):
+    with pytest.raises(ValueError, match="notes.pdf: its name does not tell what it holds; .*--text .pdf"):
         find_files([tmp_path / "notes.pdf"])
     with pytest.raises(ValueError, match="no such file"):
         find_files([tmp_path / "absent.jsonl"])
@@ -144,4 +144,4 @@ def test_names_that_cannot_be_read_are_refused(tmp_path):
 
 def test_kind_is_read_from_the_name(tmp_path):
     names = {"a.jsonl": "jsonl", "a.b.JSONL.zst": "jsonl", "a.txt.gz": "text", "a.md": "text", "a.gz": None, "a": None}
-    assert {name: kind_of(tmp_path / name) for name in names} == names
+    assert {name: file_kind(tmp_path / name) for name in names} == names

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halfbyte.data import Mixture, loader, prepare, synthetic, validation_sources
-from halfbyte.data.packing import rows_to_batch
+from halfbyte.data.encode import rows_to_batch
 
 from .conftest import make_documents, write_jsonl
 

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from halfbyte.data import Mixture, ngram, ngram_baselines, open_dataset, prepare
-from halfbyte.data.packing import rows_to_batch
+from halfbyte.data import Mixture, demo_corpus, ngram_baselines, open_dataset, prepare
+from halfbyte.data.encode import rows_to_batch
 
 
 def pairs(rows) -> list[tuple[int, int]]:
@@ -57,7 +57,7 @@ def test_a_mixture_counts_all_of_its_rows(dataset):
 
 
 def test_plenty_of_text_is_counted_at_even_distances(dataset, monkeypatch):
-    monkeypatch.setattr(ngram, "MOST_TOKENS", dataset.manifest.tokens("train") // 3 + 1)
+    monkeypatch.setattr(demo_corpus, "MAX_COUNTED_TOKENS", dataset.manifest.tokens("train") // 3 + 1)
     train, held = dataset.read_rows("train")[::3], dataset.read_rows("validation")
     assert ngram_baselines(dataset) == pytest.approx(by_hand(pairs(train), pairs(held), 320))
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.data.packing import Packer, row_dtype, rows_to_batch, unpack
+from halfbyte.data.encode import SequencePacker, row_dtype, rows_to_batch, split_rows_by_segment
 
 documents_and_width = st.tuples(
     st.lists(st.lists(st.integers(0, 299), min_size=1, max_size=40), min_size=1, max_size=12), st.integers(2, 17)
@@ -13,7 +13,7 @@ documents_and_width = st.tuples(
 
 
 def pack(documents: list[list[int]], seq_len: int, *, at_once: int = 1, source: int = 5) -> np.ndarray:
-    packer = Packer(row_dtype(seq_len, 300), source)
+    packer = SequencePacker(row_dtype(seq_len, 300), source)
     parts = []
     for i in range(0, len(documents), at_once):
         group = documents[i : i + at_once]
@@ -28,7 +28,7 @@ def pack(documents: list[list[int]], seq_len: int, *, at_once: int = 1, source: 
 def test_rows_joined_are_the_documents_in_order(case):
     documents, seq_len = case
     rows = pack(documents, seq_len)
-    stream = np.concatenate(list(unpack(rows)))
+    stream = np.concatenate(list(split_rows_by_segment(rows)))
     assert stream.tolist() == [token for d in documents for token in d]
     assert (rows["source"] == 5).all()
 

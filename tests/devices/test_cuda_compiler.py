@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.devices import check_cuda_compiler, cuda_compiler, missing_cuda_compiler
-from halfbyte.devices.cuda_compiler import TOOLKITS, WHEELS, find_ptxas
+from halfbyte.devices import check_cuda_compiler, compile_target, missing_cuda_compiler
+from halfbyte.devices.compile_target import TOOLKITS, WHEELS, find_ptxas
+from halfbyte.io.install_command import install_command
 
 PLAN = ["plan", "demo", "--device", "b200", "--count", "1", "--recipe", "bf16", "--layers", "1"]
 COMPILE = """
 import os
-from halfbyte.devices import device, topology
-from halfbyte.devices.platform import settle_platform
+from halfbyte.devices import device_by_name as device, topology
+from halfbyte.devices.compile_target import force_cpu_without_gpu as settle_platform
 settle_platform(os.environ)
 import jax, jax.numpy as jnp
 place = jax.sharding.SingleDeviceSharding(topology(device("b200"), hosts=1, per_host=1).devices[0])
@@ -28,9 +29,9 @@ print(len(jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile().as_text()))
 @pytest.fixture
 def without_ptxas(monkeypatch, tmp_path):
     """No toolkit, no wheel and no PATH: a test adds the `ptxas` that it is about."""
-    monkeypatch.setattr(cuda_compiler, "TOOLKITS", ())
+    monkeypatch.setattr(compile_target, "TOOLKITS", ())
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
-    monkeypatch.setattr(cuda_compiler, "find_spec", lambda name: None)
+    monkeypatch.setattr(compile_target, "find_spec", lambda name: None)
     assert find_ptxas({"PATH": ""}) is None
 
 
@@ -52,7 +53,7 @@ def test_ptxas_is_found_by_the_environment(without_ptxas, tmp_path, environ):
 def test_ptxas_is_found_in_a_wheel(without_ptxas, monkeypatch, tmp_path, wheel):
     file = make_ptxas(tmp_path / "site-packages" / "nvidia" / wheel)
     monkeypatch.undo()
-    monkeypatch.setattr(cuda_compiler, "TOOLKITS", ())
+    monkeypatch.setattr(compile_target, "TOOLKITS", ())
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site-packages")])
     assert find_ptxas({"PATH": ""}) == file
 
@@ -64,9 +65,9 @@ def test_ptxas_that_cannot_be_executed_is_passed_over(without_ptxas, tmp_path):
 
 @pytest.mark.parametrize("plugin, words", [(False, "CUDA compiler plugin"), (True, "assembler ptxas")])
 def test_what_is_missing_is_named_with_a_remedy(without_ptxas, monkeypatch, plugin, words):
-    monkeypatch.setattr(cuda_compiler, "any_installed", lambda names: plugin)
+    monkeypatch.setattr(compile_target, "any_installed", lambda names: plugin)
     monkeypatch.setenv("PATH", "")
-    assert words in missing_cuda_compiler() and "pip install 'halfbyte[plan]'" in missing_cuda_compiler()
+    assert words in missing_cuda_compiler() and install_command("plan") in missing_cuda_compiler()
     with pytest.raises(ValueError, match=words):
         check_cuda_compiler()
 
@@ -102,7 +103,7 @@ def test_plan_without_ptxas_names_what_to_install(tmp_path):
     hidden = [folder for folder in TOOLKITS if os.path.isdir(folder)] + wheel_folders()
     done = run_hiding(hidden, ["-c", "from halfbyte.cli.main import entry; entry()", *PLAN], tmp_path)
     assert done.returncode == 2, done.stderr[-2000:]
-    assert "needs the assembler ptxas" in done.stderr and "halfbyte[plan]" in done.stderr
+    assert "needs the assembler ptxas" in done.stderr and "[plan]'" in done.stderr
 
 
 @pytest.mark.cuda_compiler

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from halfbyte.bench import timing
-from halfbyte.devices import energy
-from halfbyte.metrics import OneStepLate, Throughput
+from halfbyte.devices import open_energy_meter
+from halfbyte.plan import step_timing
+from halfbyte.train import DeferredMetrics, Throughput
 
 
 class Driver(SimpleNamespace):
@@ -48,34 +48,34 @@ def gpus(*places):
     ("visible", "watts"), [("", 150), ("2,3", 350), ("GPU-abc,0", 250)], ids=["all", "some", "by UUID"]
 )
 def test_the_gpus_of_this_process_are_those_that_are_counted(driver, visible, watts):
-    found = energy(gpus(0, 1), {"CUDA_VISIBLE_DEVICES": visible})
+    found = open_energy_meter(gpus(0, 1), {"CUDA_VISIBLE_DEVICES": visible})
     driver.now = 60.0
     assert found.joules() == 60 * watts
 
 
 def test_what_is_missing_is_said(driver, monkeypatch):
     cpu = [SimpleNamespace(platform="cpu", local_hardware_id=0)]
-    assert "Invalid Argument" in energy(gpus(7), {}).missing
-    assert energy(cpu, {}).joules() is None
+    assert "Invalid Argument" in open_energy_meter(gpus(7), {}).missing
+    assert open_energy_meter(cpu, {}).joules() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    absent = energy(gpus(0), {})
-    assert "halfbyte[energy]" in absent.missing
+    absent = open_energy_meter(gpus(0), {})
+    assert "[energy]'" in absent.missing
     assert absent.joules() is None
 
 
 def test_a_driver_that_stops_to_answer_costs_a_number_and_no_run(driver):
-    late = OneStepLate(energy=energy(gpus(0), {}).joules)
-    late.push(1, {})
+    late = DeferredMetrics(energy=open_energy_meter(gpus(0), {}).joules)
+    late.enqueue(1, {})
     driver.now = -1.0
-    assert late.push(2, {}).joules is None
+    assert late.enqueue(2, {}).joules is None
     assert late.flush().joules is None
 
 
 def test_a_step_has_its_own_joules_and_no_others(driver):
-    late = OneStepLate(clock=lambda: driver.now, energy=energy(gpus(0), {}).joules)
-    late.push(1, {})
+    late = DeferredMetrics(clock=lambda: driver.now, energy=open_energy_meter(gpus(0), {}).joules)
+    late.enqueue(1, {})
     driver.now = 2.0
-    first = late.push(2, {})
+    first = late.enqueue(2, {})
     driver.now = 10.0  # a validation
     late.restart_clock()
     driver.now = 11.0
@@ -86,11 +86,11 @@ def test_a_step_has_its_own_joules_and_no_others(driver):
 
 
 def test_bench_counts_the_steps_that_it_times(driver, monkeypatch):
-    monkeypatch.setattr(timing.jax, "local_devices", lambda: gpus(0))
+    monkeypatch.setattr(step_timing.jax, "local_devices", lambda: gpus(0))
 
     def step(state, batch):
         driver.now += 0.5
         return state, {"loss": 0.0}
 
-    _, joules, _ = timing._time(step, None, None, steps=4, repeats=2, warmup=3)
+    _, joules, _ = step_timing._time(step, None, None, steps=4, repeats=2, warmup=3)
     assert joules == 50.0

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from halfbyte.devices import known_to_xla
+from halfbyte.devices import is_known_xla_flag
 from halfbyte.devices.jax_versions import (
     ALL_GATHER_PIPELINING,
     REDUCE_SCATTER_PIPELINING,
@@ -21,7 +21,7 @@ def test_series_is_that_of_the_installed_jax():
 @pytest.mark.parametrize("flags", [ALL_GATHER_PIPELINING, REDUCE_SCATTER_PIPELINING], ids=lambda flags: flags[0])
 def test_xla_has_one_name_of_a_renamed_flag(flags):
     has_new_name = jax_series() >= (0, 11)
-    assert [known_to_xla(flag) for flag in flags] == [has_new_name, not has_new_name]
+    assert [is_known_xla_flag(flag) for flag in flags] == [has_new_name, not has_new_name]
 
 
 def test_scan_counts_of_a_scan_with_two_constants_and_one_carry():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from halfbyte.devices import platform as asked
+from halfbyte.devices import compile_target as asked
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from halfbyte.devices import platform as asked
     [
         ("gpu", True, True, {}, None),
         ("cpu", False, True, {}, None),
-        ("cpu", True, False, {}, "pip install 'halfbyte[cuda12]'"),
+        ("cpu", True, False, {}, "[cuda12]'"),
         ("cpu", True, True, {"JAX_PLATFORMS": "cpu"}, "as JAX_PLATFORMS=cpu says"),
         ("cpu", True, True, {}, "the driver is too old"),
     ],
@@ -23,7 +23,7 @@ from halfbyte.devices import platform as asked
 def test_a_card_that_stands_idle_is_said(monkeypatch, platform, driver, plugin, environ, words):
     monkeypatch.setattr(asked, "has_nvidia_driver", lambda: driver)
     monkeypatch.setattr(asked, "any_installed", lambda names: plugin)
-    said = asked.idle_card(environ, platform)
+    said = asked.unused_gpu_hint(environ, platform)
     assert (said is None) if words is None else (words in said and "NVIDIA card is here" in said)
 
 

@@ -11,18 +11,18 @@ import pytest
 from halfbyte.devices import (
     DEVICES,
     NOT_ASKED,
-    UNITS,
+    TENSOR_CORE_FORMATS,
     Device,
-    device,
-    doubt,
+    compile_target,
+    device_by_name,
+    distrust_reason,
+    force_cpu_without_gpu,
     lookup,
     native_inference,
     native_training,
-    platform,
-    settle_platform,
 )
-from halfbyte.devices.cudnn import is_here
-from halfbyte.devices.table import NETWORK, WATTS
+from halfbyte.devices.capability import is_local_device
+from halfbyte.devices.device_table import NETWORK_BANDWIDTH, TDP_WATTS
 
 GPUS = [name for name in DEVICES if name != "cpu"]
 FACTS = ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth")
@@ -60,8 +60,8 @@ def test_every_fact_is_there_and_has_a_source(name):
 
 def test_whatever_a_cluster_is_made_of_has_a_network_and_a_limit_of_power():
     linked = {name for name, entry in DEVICES.items() if entry.nvlink_domain}
-    assert linked == NETWORK.keys() == WATTS.keys()
-    assert WATTS["b200"] < WATTS["b300"] < WATTS["gb300"]  # air, and the newer chip; the rack has water
+    assert linked == NETWORK_BANDWIDTH.keys() == TDP_WATTS.keys()
+    assert TDP_WATTS["b200"] < TDP_WATTS["b300"] < TDP_WATTS["gb300"]  # air, and the newer chip; the rack has water
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_a_board_of_any_edition_is_here_and_asked(monkeypatch, kind, doubted):
     board = jax_device(kind, compute_capability="12.0")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [board])
-    assert is_here(lookup(board)) and not is_here(DEVICES["b200"])
-    assert doubt(lookup(board)) == doubted
+    assert is_local_device(lookup(board)) and not is_local_device(DEVICES["b200"])
+    assert distrust_reason(lookup(board)) == doubted
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_no_unit_is_emulated_everywhere():
 
 def test_clear_errors():
     with pytest.raises(ValueError, match="unknown device 'b2000'; did you mean b200"):
-        device("b2000")
+        device_by_name("b2000")
     with pytest.raises(ValueError, match="unknown unit 'int3'"):
         native_training(DEVICES["b200"], "int3")
     with pytest.raises(ValueError, match="no source for the peak of \\['fp8'\\]"):
@@ -175,9 +175,9 @@ def test_clear_errors():
 
 
 def test_entries_are_values():
-    assert device("H200") is DEVICES["h200"]
-    assert len({DEVICES["h200"], DEVICES["h100"], device("h200")}) == 2
-    assert set(DEVICES["gb300"].peak) == set(UNITS)
+    assert device_by_name("H200") is DEVICES["h200"]
+    assert len({DEVICES["h200"], DEVICES["h100"], device_by_name("h200")}) == 2
+    assert set(DEVICES["gb300"].peak) == set(TENSOR_CORE_FORMATS)
     with pytest.raises(TypeError):
         DEVICES["h200"].peak["nvfp4"] = 1.0
 
@@ -196,7 +196,7 @@ def test_platform_is_settled_only_where_jax_would_shout(monkeypatch, environ, dr
     def installed(names):
         return cuda if any("cuda" in name for name in names) else other
 
-    monkeypatch.setattr(platform, "has_nvidia_driver", lambda: driver)
-    monkeypatch.setattr(platform, "any_installed", installed)
-    assert settle_platform(environ) == result
+    monkeypatch.setattr(compile_target, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(compile_target, "any_installed", installed)
+    assert force_cpu_without_gpu(environ) == result
     assert environ.get("JAX_PLATFORMS") == (result or environ.get("JAX_PLATFORMS"))

@@ -9,8 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-import halfbyte.ranks.group as group_module
-from halfbyte.ranks import Beat, Disagreement, Group, Limits, judge
+from halfbyte.distributed import (
+    Heartbeat,
+    ProcessGroup,
+    RankMismatchError,
+    WatchdogLimits,
+    find_stalled_rank,
+    process_group,
+)
 
 
 class Store:
@@ -42,7 +48,7 @@ class Store:
 
 def make_groups(count, store, *, limits=None):
     ends = {rank: [] for rank in range(count)}
-    groups = [Group(rank, count, store, limits=limits, leave=ends[rank].append) for rank in range(count)]
+    groups = [ProcessGroup(rank, count, store, limits=limits, leave=ends[rank].append) for rank in range(count)]
     return groups, ends
 
 
@@ -67,9 +73,11 @@ def on_all(groups, act):
 def test_agreement_names_rank_and_field():
     groups, _ = make_groups(3, Store())
     facts = {"seed": 0, "optimizer.learning_rate": 1e-3}
-    assert set(on_all(groups, lambda group: group.agree("a", facts)).values()) == {None}
-    found = on_all(groups, lambda group: group.agree("b", {**facts, "seed": 7} if group.rank == 2 else facts))
-    assert all(isinstance(error, Disagreement) for error in found.values())
+    assert set(on_all(groups, lambda group: group.assert_equal_across_ranks("a", facts)).values()) == {None}
+    found = on_all(
+        groups, lambda group: group.assert_equal_across_ranks("b", {**facts, "seed": 7} if group.rank == 2 else facts)
+    )
+    assert all(isinstance(error, RankMismatchError) for error in found.values())
     assert len({str(error) for error in found.values()}) == 1
     assert "rank 2 has seed 7, rank 0 has 0" in str(found[1])
     assert "learning_rate" not in str(found[1])
@@ -79,16 +87,16 @@ def test_all_stop_at_one_step_wherever_each_is():
     """Three ranks that run freely, each at another speed, until the signal comes: all end at the same step."""
     groups, _ = make_groups(3, Store())
     for group in groups:
-        group.begin_steps()
+        group.enter_step_loop()
         group.open()
     groups[1].request_stop("SIGTERM")
 
     def go_on(group):
         step = 5
-        while group.stop_before(step + 1) is None:
+        while group.stop_reason_before(step + 1) is None:
             step += 1
             time.sleep(0.001 * (1 + group.rank))  # none holds the interpreter all the time
-        return step, group.stop_before(step + 1)
+        return step, group.stop_reason_before(step + 1)
 
     found = on_all(groups, go_on)
     assert len(set(found.values())) == 1
@@ -127,16 +135,16 @@ def test_one_failure_is_everyones_sentence(until):
 @pytest.mark.slow
 def test_a_silent_rank_is_named_and_a_dead_coordinator_too(until):
     store = Store()
-    groups, ends = make_groups(2, store, limits=Limits(silence=1.0))
+    groups, ends = make_groups(2, store, limits=WatchdogLimits(heartbeat_timeout_s=1.0))
     groups[0].open()
-    groups[1].at("step", 12)
+    groups[1].report_activity("step", 12)
     groups[1]._put("beat/1", groups[1]._beat().to_json())  # one beat, then nothing
     until(lambda: ends[0])
     assert "rank 1 has stopped" in ends[0][0].sentence
     assert "after step 12" in ends[0][0].sentence
     groups[0].close()
     fresh = Store()
-    pair, ends = make_groups(2, fresh, limits=Limits(silence=0.5))
+    pair, ends = make_groups(2, fresh, limits=WatchdogLimits(heartbeat_timeout_s=0.5))
     pair[1].open()
     fresh.dead = True
     until(lambda: ends[1])
@@ -158,34 +166,34 @@ def test_a_rank_that_has_gone_is_named_also_where_its_last_beat_is_seen_late(mon
         if lives:
             beat()
 
-    monkeypatch.setattr(group_module, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
+    monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
     groups, _ = make_groups(2, Store())
-    groups[1].at("step", 12)
+    groups[1].report_activity("step", 12)
     beat()
-    end = groups[0].explain(RuntimeError("connection reset by peer"))
+    end = groups[0].explain_collective_failure(RuntimeError("connection reset by peer"))
     gone = "rank 1 has gone after step 12, at: step; every rank ends, the last checkpoint is intact"
     assert end.sentence == ("rank 0: RuntimeError: connection reset by peer" if lives else gone)
 
 
 def test_the_furthest_behind_is_blamed_and_nobody_during_a_pause():
-    limits = Limits(silence=60, progress=10)
-    stuck = {0: Beat(9, 13, "step", 11.0), 1: Beat(9, 12, "data", 12.0)}
-    rank, sentence = judge(stuck, {0: 0.1, 1: 0.1}, limits)
+    limits = WatchdogLimits(heartbeat_timeout_s=60, step_timeout_s=10)
+    stuck = {0: Heartbeat(9, 13, "step", 11.0), 1: Heartbeat(9, 12, "data", 12.0)}
+    rank, sentence = find_stalled_rank(stuck, {0: 0.1, 1: 0.1}, limits)
     assert rank == 1
     assert "after step 12, at: data" in sentence
-    assert judge({0: Beat(9, 13, "finish", 500.0)}, {0: 0.1}, limits) is None
-    still_compiling = {0: Beat(9, 1, "step", 500.0), 1: Beat(9, 0, "compile", 510.0)}
-    assert judge(still_compiling, {0: 0.1, 1: 0.1}, limits) is None
-    assert judge({0: Beat(9, 13, "step", 9.0)}, {0: 0.1}, limits) is None
-    just_compiled = {0: Beat(9, 2, "step", 500.0), 1: Beat(9, 1, "step", 0.5)}
-    assert judge(just_compiled, {0: 0.1, 1: 0.1}, limits) is None
-    assert judge({0: Beat(9, 13, "done", 9.0)}, {0: 900.0}, limits) is None
+    assert find_stalled_rank({0: Heartbeat(9, 13, "finish", 500.0)}, {0: 0.1}, limits) is None
+    still_compiling = {0: Heartbeat(9, 1, "step", 500.0), 1: Heartbeat(9, 0, "compile", 510.0)}
+    assert find_stalled_rank(still_compiling, {0: 0.1, 1: 0.1}, limits) is None
+    assert find_stalled_rank({0: Heartbeat(9, 13, "step", 9.0)}, {0: 0.1}, limits) is None
+    just_compiled = {0: Heartbeat(9, 2, "step", 500.0), 1: Heartbeat(9, 1, "step", 0.5)}
+    assert find_stalled_rank(just_compiled, {0: 0.1, 1: 0.1}, limits) is None
+    assert find_stalled_rank({0: Heartbeat(9, 13, "done", 9.0)}, {0: 900.0}, limits) is None
 
 
 def test_alone_a_hang_ends_with_stacks(capfd, until):
     ends = []
-    group = Group(limits=Limits(progress=0.3), leave=ends.append).open()
-    group.at("step", 7)
+    group = ProcessGroup(limits=WatchdogLimits(step_timeout_s=0.3), leave=ends.append).open()
+    group.report_activity("step", 7)
     until(lambda: ends)
     assert "no step has ended" in ends[0].sentence
     assert "after step 7" in ends[0].sentence

@@ -5,12 +5,19 @@ import socket
 import pytest
 
 from halfbyte.cli.train import gpu_settings, parse
-from halfbyte.devices import known_to_xla
+from halfbyte.devices import is_known_xla_flag
 from halfbyte.devices.jax_versions import ALL_GATHER_PIPELINING
-from halfbyte.launch import FLAG_SETS, DistributedConfig, Setting, apply, find_peers, recommended
-from halfbyte.launch.cluster import first_host, under_kubernetes
-from halfbyte.launch.start import _check_port_is_free
-from halfbyte.launch.xla_flags import AHEAD, as_known
+from halfbyte.devices.xla_flags import (
+    FLAG_SETS,
+    PIPELINED_ALL_GATHER,
+    RuntimeFlag,
+    apply_flags,
+    recommended_flags,
+    with_installed_names,
+)
+from halfbyte.distributed import DistributedConfig, detect_cluster
+from halfbyte.distributed.cluster_env import first_slurm_host, is_kubernetes_job
+from halfbyte.distributed.initialize import _check_port_is_free
 
 SLURM = {
     "SLURM_JOB_ID": "12345", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_NTASKS": "8", "SLURM_PROCID": "5",
@@ -23,25 +30,25 @@ MPI = {
 
 
 def test_alone():
-    assert find_peers(DistributedConfig(), {}) is None
-    assert find_peers(DistributedConfig(), {**SLURM, "SLURM_NTASKS": "1"}) is None
-    assert find_peers(DistributedConfig(cluster="none"), SLURM) is None
+    assert detect_cluster(DistributedConfig(), {}) is None
+    assert detect_cluster(DistributedConfig(), {**SLURM, "SLURM_NTASKS": "1"}) is None
+    assert detect_cluster(DistributedConfig(cluster="none"), SLURM) is None
 
 
 def test_flags_bind_what_they_name():
-    peers = find_peers(DistributedConfig(coordinator="127.0.0.1:9000", processes=2, process=1), SLURM)
-    assert (peers.source, peers.bind, peers.process) == ("flags", "127.0.0.1:9000", 1)
+    peers = detect_cluster(DistributedConfig(coordinator="127.0.0.1:9000", processes=2, process=1), SLURM)
+    assert (peers.source, peers.coordinator_bind_address, peers.process_id) == ("flags", "127.0.0.1:9000", 1)
     told = DistributedConfig(coordinator="node1:9000", processes=2, process=0, coordinator_bind="0.0.0.0:9000")
-    assert find_peers(told, {}).bind == "0.0.0.0:9000"
+    assert detect_cluster(told, {}).coordinator_bind_address == "0.0.0.0:9000"
 
 
 def test_slurm():
-    peers = find_peers(DistributedConfig(), SLURM)
-    assert peers.coordinator == peers.bind == f"gpu003:{61440 + 12345 % 4096}"
-    assert (peers.processes, peers.process, peers.local_devices) == (8, 5, (1,))
-    one_node = find_peers(DistributedConfig(), {**SLURM, "SLURM_STEP_NUM_NODES": "1"})
-    assert one_node.bind.startswith("127.0.0.1:")
-    one_task_a_node = find_peers(DistributedConfig(), {**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "1"})
+    peers = detect_cluster(DistributedConfig(), SLURM)
+    assert peers.coordinator == peers.coordinator_bind_address == f"gpu003:{61440 + 12345 % 4096}"
+    assert (peers.num_processes, peers.process_id, peers.local_devices) == (8, 5, (1,))
+    one_node = detect_cluster(DistributedConfig(), {**SLURM, "SLURM_STEP_NUM_NODES": "1"})
+    assert one_node.coordinator_bind_address.startswith("127.0.0.1:")
+    one_task_a_node = detect_cluster(DistributedConfig(), {**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "1"})
     assert one_task_a_node.local_devices is None
 
 
@@ -49,23 +56,25 @@ def test_slurm():
     "nodes, first", [("a1", "a1"), ("a1,b2", "a1"), ("a[001-015],b", "a001"), ("n-x[7,9-12]", "n-x7")]
 )
 def test_slurm_node_lists(nodes, first):
-    assert first_host(nodes) == first
+    assert first_slurm_host(nodes) == first
 
 
 def test_openmpi():
-    peers = find_peers(DistributedConfig(), MPI)
-    assert (peers.source, peers.process, peers.local_devices) == ("openmpi", 3, (1,))
+    peers = detect_cluster(DistributedConfig(), MPI)
+    assert (peers.source, peers.process_id, peers.local_devices) == ("openmpi", 3, (1,))
     assert peers.coordinator.startswith("10.96.0.1:")
-    assert find_peers(DistributedConfig(), {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).bind.startswith("127.0.0.1:")
+    assert detect_cluster(
+        DistributedConfig(), {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    ).coordinator_bind_address.startswith("127.0.0.1:")
     with pytest.raises(ValueError, match=r"--distributed\.coordinator HOST:PORT"):
-        find_peers(DistributedConfig(), {**MPI, "OMPI_MCA_orte_hnp_uri": ""})
+        detect_cluster(DistributedConfig(), {**MPI, "OMPI_MCA_orte_hnp_uri": ""})
 
 
 def test_kubernetes_is_seen_only_in_an_indexed_job():
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
-    assert under_kubernetes(DistributedConfig(), pod)
-    assert not under_kubernetes(DistributedConfig(), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
-    assert not under_kubernetes(DistributedConfig(coordinator="a:1", processes=1, process=0), pod)
+    assert is_kubernetes_job(DistributedConfig(), pod)
+    assert not is_kubernetes_job(DistributedConfig(), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert not is_kubernetes_job(DistributedConfig(coordinator="a:1", processes=1, process=0), pod)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +92,7 @@ def test_bad_flags(options, words):
 
 def test_a_named_cluster_must_be_there():
     with pytest.raises(ValueError, match="holds no slurm job"):
-        find_peers(DistributedConfig(cluster="slurm"), {})
+        detect_cluster(DistributedConfig(cluster="slurm"), {})
 
 
 def test_a_taken_port_is_said_before_peers_connect():
@@ -97,37 +106,39 @@ def test_a_taken_port_is_said_before_peers_connect():
 def test_settings_are_applied_visibly_and_never_over_a_persons_own():
     environ = {"XLA_FLAGS": "--xla_a=1", "NCCL_X": "0"}
     settings = (
-        Setting("xla_a", "2", "w"),
-        Setting("xla_b", "3", "w"),
-        Setting("xla_c", "4", "w"),
-        Setting("NCCL_X", "1", "w"),
+        RuntimeFlag("xla_a", "2", "w"),
+        RuntimeFlag("xla_b", "3", "w"),
+        RuntimeFlag("xla_c", "4", "w"),
+        RuntimeFlag("NCCL_X", "1", "w"),
     )
-    lines = apply(settings, environ, known=lambda flag: flag != "xla_c")
+    lines = apply_flags(settings, environ, known=lambda flag: flag != "xla_c")
     assert environ == {"XLA_FLAGS": "--xla_a=1 --xla_b=3", "NCCL_X": "0"}
     assert [str(line).split(" ")[0] for line in lines] == ["kept", "set", "left", "kept"]
-    assert [(line.value, line.kept) for line in lines] == [("1", True), ("3", False), (None, False), ("0", True)]
+    assert [(line.value, line.set_by_user) for line in lines] == [("1", True), ("3", False), (None, False), ("0", True)]
 
 
 def test_a_flag_is_known_by_its_whole_name_and_a_contrary_one_is_said():
     environ = {"XLA_FLAGS": "--xla_a_limit=3 --xla_b=true --xla_b=false"}
-    lines = apply((Setting("xla_a", "true", "a"), Setting("xla_b", "true", "bits")), environ, known=lambda flag: True)
+    lines = apply_flags(
+        (RuntimeFlag("xla_a", "true", "a"), RuntimeFlag("xla_b", "true", "bits")), environ, known=lambda flag: True
+    )
     assert environ["XLA_FLAGS"].endswith("--xla_a=true")
     assert [*map(str, lines)] == ["set --xla_a=true  (a)", "kept as you set it: xla_b=false, not true (bits)"]
 
 
 def test_recommended_by_device():
-    assert recommended("cpu", several=True) == ()
-    names = {setting.name: setting.value for setting in recommended("NVIDIA GB300", several=True)}
+    assert recommended_flags("cpu", several=True) == ()
+    names = {setting.name: setting.value for setting in recommended_flags("NVIDIA GB300", several=True)}
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in names
     assert "NCCL_NVLS_ENABLE" in names
-    hopper = {setting.name: setting.value for setting in recommended("NVIDIA H200", several=False)}
+    hopper = {setting.name: setting.value for setting in recommended_flags("NVIDIA H200", several=False)}
     assert hopper["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "NCCL_NVLS_ENABLE" not in hopper
 
 
 @pytest.mark.slow
 def test_train_takes_a_set_of_flags_by_its_name(monkeypatch):
-    monkeypatch.setattr("halfbyte.launch.visible_gpus", lambda: ["NVIDIA GB200"] * 8)
+    monkeypatch.setattr("halfbyte.devices.xla_flags.visible_gpus", lambda: ["NVIDIA GB200"] * 8)
     flags = ("recommended", "own-turn", "none")
     recommended, own_turn, none = (set(gpu_settings(parse(["demo", "--xla-flags", name]))) for name in flags)
     assert own_turn > recommended > none == set()
@@ -135,19 +146,23 @@ def test_train_takes_a_set_of_flags_by_its_name(monkeypatch):
 
 @pytest.mark.slow
 def test_every_recommended_flag_is_known_to_the_installed_xla():
-    flags = [setting.name for setting in as_known(recommended("NVIDIA GB300", several=True)) if setting.is_flag]
+    flags = [
+        setting.name
+        for setting in with_installed_names(recommended_flags("NVIDIA GB300", several=True))
+        if setting.is_flag
+    ]
     assert flags
-    flags += [setting.name for settings in FLAG_SETS.values() for setting in as_known(settings)]
-    assert all(map(known_to_xla, flags))
+    flags += [setting.name for settings in FLAG_SETS.values() for setting in with_installed_names(settings)]
+    assert all(map(is_known_xla_flag, flags))
     assert len(set(ALL_GATHER_PIPELINING) & set(flags)) == 1  # tests/devices/test_jax_versions.py knows which
-    assert not known_to_xla("xla_gpu_no_such_flag_at_all")
+    assert not is_known_xla_flag("xla_gpu_no_such_flag_at_all")
 
 
 @pytest.mark.parametrize("yours", ["xla_gpu_enable_pipelined_all_gather=false", "xla_gpu_pipeline_all_gather=off"])
 def test_what_you_set_under_another_name_of_the_flag_is_kept(yours):
     environ = {"XLA_FLAGS": f"--{yours}"}
-    (became,) = apply((AHEAD,), environ)
-    assert became.kept and f"{became.setting.name}={became.value}" == yours
+    (became,) = apply_flags((PIPELINED_ALL_GATHER,), environ)
+    assert became.set_by_user and f"{became.setting.name}={became.value}" == yours
     assert environ == {"XLA_FLAGS": f"--{yours}"}
 
 
@@ -155,6 +170,6 @@ def test_what_you_set_under_another_name_of_the_flag_is_kept(yours):
 @pytest.mark.parametrize("value", ["x", "", "-1", "2.5"])
 def test_a_number_of_the_environment_that_is_none_is_named(name, value):
     with pytest.raises(ValueError, match=f"{name} is '{value}'"):
-        find_peers(DistributedConfig(), {**SLURM, name: value})
+        detect_cluster(DistributedConfig(), {**SLURM, name: value})
     with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE is 'x'"):
-        find_peers(DistributedConfig(), {"OMPI_COMM_WORLD_SIZE": "x"})
+        detect_cluster(DistributedConfig(), {"OMPI_COMM_WORLD_SIZE": "x"})

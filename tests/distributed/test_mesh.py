@@ -7,14 +7,22 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from halfbyte.sharding import AXES, axis_size, default_shape, format_mesh, make_mesh, parse_mesh, whole_sizes
-from halfbyte.sharding.hybrid import check_unseen, hybrid_devices
+from halfbyte.distributed import (
+    DEFAULT_MESH_AXES,
+    axis_size,
+    default_shape,
+    make_mesh,
+    mesh_to_text,
+    parse_mesh,
+    total_axis_sizes,
+)
+from halfbyte.distributed.mesh import check_slice_crossing, create_hybrid_device_order, slice_size
 
 
 def test_parse_and_format_are_inverse():
     assert parse_mesh("tensor=2, fsdp=4") == {"fsdp": 4, "tensor": 2}
     assert parse_mesh("") == {}
-    assert format_mesh(parse_mesh("tensor=2,fsdp=4,data=1")) == "fsdp=4,tensor=2"
+    assert mesh_to_text(parse_mesh("tensor=2,fsdp=4,data=1")) == "fsdp=4,tensor=2"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +46,7 @@ def test_bad_text_is_refused(text, message):
 def test_mesh_has_every_axis_and_tensor_varies_fastest():
     cpus = jax.devices("cpu")
     mesh = make_mesh({"fsdp": 4, "tensor": 2}, cpus)
-    assert mesh.axis_names == AXES and mesh.shape["context"] == 1
+    assert mesh.axis_names == DEFAULT_MESH_AXES and mesh.shape["context"] == 1
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert list(mesh.devices[0, 0, 0]) == cpus[:2]
     assert axis_size(mesh, ("fsdp", "tensor")) == 8 and axis_size(None, "fsdp") == 1
@@ -73,28 +81,28 @@ def racks(count, size, *, per_host=4, by_slice=True, kind="NVIDIA GB300"):
 def test_parts_between_slices_come_first():
     shape = parse_mesh("fsdp=16,tensor=4,dcn.data=128")
     assert list(shape.items()) == [("dcn.data", 128), ("fsdp", 16), ("tensor", 4)]
-    assert format_mesh(shape) == "dcn.data=128,fsdp=16,tensor=4"
-    assert whole_sizes(parse_mesh("dcn.data=2,data=3,tensor=4")) == {"data": 6, "tensor": 4}
+    assert mesh_to_text(shape) == "dcn.data=128,fsdp=16,tensor=4"
+    assert total_axis_sizes(parse_mesh("dcn.data=2,data=3,tensor=4")) == {"data": 6, "tensor": 4}
 
 
 @pytest.mark.parametrize("by_slice, per_host", [(True, 4), (False, 64), (False, 4)])
 def test_a_rack_is_one_place_along_its_axis(by_slice, per_host):
     """Whether JAX knows racks, knows them as processes, or knows hosts only, neighbours of which make a rack."""
     devices = racks(2, 64, by_slice=by_slice, per_host=per_host)
-    found = hybrid_devices(parse_mesh("dcn.data=2,fsdp=16,tensor=4"), AXES, devices[::-1])
+    found = create_hybrid_device_order(parse_mesh("dcn.data=2,fsdp=16,tensor=4"), DEFAULT_MESH_AXES, devices[::-1])
     assert found.shape == (2, 16, 1, 4)
     assert [{device.id // 64 for device in rack.flat} for rack in found] == [{0}, {1}]
     assert all(len({device.process_index for device in group}) == 1 for group in found.reshape(-1, 4))
 
 
 def test_an_axis_may_lie_within_and_between():
-    found = hybrid_devices(parse_mesh("dcn.fsdp=2,fsdp=4"), AXES, racks(2, 4))
+    found = create_hybrid_device_order(parse_mesh("dcn.fsdp=2,fsdp=4"), DEFAULT_MESH_AXES, racks(2, 4))
     assert [device.id for device in found.flat] == list(range(8)) and found.shape == (1, 8, 1, 1)
 
 
 def test_slices_that_are_not_there_are_refused():
     with pytest.raises(ValueError, match="dcn.data=3 needs 3 slices, and these devices are 2 slices and 32 processes"):
-        hybrid_devices(parse_mesh("dcn.data=3,fsdp=16"), AXES, racks(2, 64))
+        create_hybrid_device_order(parse_mesh("dcn.data=3,fsdp=16"), DEFAULT_MESH_AXES, racks(2, 64))
     with pytest.raises(ValueError, match="dcn.data=2 needs 2 slices, and these devices are 1 slice and 1 process;"):
         make_mesh({"dcn.data": 2, "fsdp": 4}, jax.devices("cpu"))
 
@@ -113,8 +121,8 @@ def test_slices_that_are_not_there_are_refused():
 )
 def test_an_axis_that_leaves_a_rack_unseen_is_refused(text, devices, advice):
     with pytest.raises(ValueError, match=advice):
-        check_unseen(parse_mesh(text), AXES, devices)
-    assert check_unseen(parse_mesh(text), AXES, jax.devices("cpu")) is None
+        check_slice_crossing(parse_mesh(text), DEFAULT_MESH_AXES, slice_size(devices))
+    assert check_slice_crossing(parse_mesh(text), DEFAULT_MESH_AXES, slice_size(jax.devices("cpu"))) is None
 
 
 def test_without_a_mesh_fsdp_says_that_it_crosses():

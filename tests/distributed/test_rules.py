@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from halfbyte.sharding import (
+from halfbyte.distributed import (
     DEFAULT_RULES,
     check_model_dims,
     check_sharded,
-    constrain,
     make_mesh,
     named_sharding,
+    with_logical_constraint,
 )
 
 
@@ -48,9 +48,9 @@ def test_rules_can_be_replaced():
 
 def test_constrain():
     x = jnp.zeros((8, 16))
-    assert constrain(x, ("batch", None), None) is x
+    assert with_logical_constraint(x, ("batch", None), None) is x
     on = mesh(fsdp=8)
-    y = jax.jit(lambda x: constrain(x + 1, ("batch", None), on))(x)
+    y = jax.jit(lambda x: with_logical_constraint(x + 1, ("batch", None), on))(x)
     assert y.sharding.is_equivalent_to(named_sharding(("batch", None), on), 2)
 
 

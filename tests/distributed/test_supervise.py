@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli.launch import parse, with_run_directory
-from halfbyte.launch import supervise
-from halfbyte.launch.start import _check_port_is_free
-from halfbyte.launch.supervise import Policy, Supervisor, held_port, newest_checkpoint
+from halfbyte.distributed import supervisor
+from halfbyte.distributed.initialize import _check_port_is_free
+from halfbyte.distributed.supervisor import RestartPolicy, Supervisor, newest_checkpoint, reserved_port
 
 RANK = """
 import os, pathlib, sys, time
@@ -23,12 +23,12 @@ exec((folder / "behave.py").read_text())
 """
 
 
-def supervisor(tmp_path, monkeypatch, behave, **options):
+def make_supervisor(tmp_path, monkeypatch, behave, **options):
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "behave.py").write_text(behave)
-    monkeypatch.setattr(supervise, "ENTRY", (sys.executable, str(tmp_path / "rank.py"), str(tmp_path)))
+    monkeypatch.setattr(supervisor, "RANK_COMMAND", (sys.executable, str(tmp_path / "rank.py"), str(tmp_path)))
     said = []
-    policy = Policy(restarts=2, pause_s=0.01, grace_s=0.5)
+    policy = RestartPolicy(restarts=2, pause_s=0.01, grace_s=0.5)
     progress = lambda: newest_checkpoint(tmp_path)  # noqa: E731
     return Supervisor(["train"], options.get("ranks", 1), policy, progress, said.append), said
 
@@ -45,7 +45,7 @@ while not start and not (folder / "start-0-0").exists():
     time.sleep(0.01)
 os._exit(0) if start else os.kill(os.getpid(), 9)
 """
-    found, said = supervisor(tmp_path, monkeypatch, behave, ranks=2)
+    found, said = make_supervisor(tmp_path, monkeypatch, behave, ranks=2)
     assert found.run() == 0
     assert starts(tmp_path, 0) == starts(tmp_path, 1) == 2
     assert "rank 1 ended with signal SIGKILL; RESTART 1" in said[0]
@@ -53,7 +53,7 @@ os._exit(0) if start else os.kill(os.getpid(), 9)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="held on Linux alone")
 def test_a_held_port_is_the_coordinators_and_nobody_elses():
-    with held_port() as port:
+    with reserved_port() as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
         _check_port_is_free(f"127.0.0.1:{port}")
@@ -79,20 +79,20 @@ except OSError:
     sys.exit(0)
 sys.exit(3)
 """
-    found, _ = supervisor(tmp_path, monkeypatch, behave, ranks=2)
+    found, _ = make_supervisor(tmp_path, monkeypatch, behave, ranks=2)
     assert found.run() == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [2, 3])
 def test_an_answer_is_not_asked_for_again(tmp_path, monkeypatch, code):
-    found, _ = supervisor(tmp_path, monkeypatch, f"sys.exit({code})")
+    found, _ = make_supervisor(tmp_path, monkeypatch, f"sys.exit({code})")
     assert found.run() == code
     assert starts(tmp_path) == 1
 
 
 def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path, monkeypatch):
-    found, said = supervisor(tmp_path, monkeypatch, "sys.exit(1)")
+    found, said = make_supervisor(tmp_path, monkeypatch, "sys.exit(1)")
     assert found.run() == 1
     assert starts(tmp_path) == 3
     assert "giving up" in said[-1]
@@ -101,7 +101,7 @@ def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_progress_renews_the_bound(tmp_path, monkeypatch):
     behave = "(folder / 'checkpoints' / str(start + 1)).mkdir(parents=True); sys.exit(0 if start == 6 else 75)"
-    found, _ = supervisor(tmp_path, monkeypatch, behave)
+    found, _ = make_supervisor(tmp_path, monkeypatch, behave)
     assert found.run() == 0
     assert starts(tmp_path) == 7
     assert found.restarts == 6
@@ -110,7 +110,7 @@ def test_progress_renews_the_bound(tmp_path, monkeypatch):
 def test_signals_go_to_the_ranks_and_nothing_is_started_again(tmp_path, monkeypatch):
     behave = "import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
     behave = "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); " + behave.split("; ", 1)[1]
-    found, _ = supervisor(tmp_path, monkeypatch, behave)
+    found, _ = make_supervisor(tmp_path, monkeypatch, behave)
     assert found.run() == 75
     assert starts(tmp_path) == 1
 
@@ -119,7 +119,7 @@ def test_signals_go_to_the_ranks_and_nothing_is_started_again(tmp_path, monkeypa
 def test_a_signal_while_ranks_are_being_started_goes_to_all_of_them(tmp_path, monkeypatch, until):
     behave = "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); "
     behave += "(folder / f'up-{rank}').touch(); time.sleep(600)"
-    found, _ = supervisor(tmp_path, monkeypatch, behave, ranks=2)
+    found, _ = make_supervisor(tmp_path, monkeypatch, behave, ranks=2)
     begin, begun = subprocess.Popen, []
 
     def one_by_one(*words, **options):
@@ -150,17 +150,17 @@ def test_the_command_and_its_directory():
 
 ORPHAN = """
 import os
-from halfbyte.launch.supervise import end_with_supervisor
-end_with_supervisor(os.environ)
+from halfbyte.distributed.supervisor import exit_with_supervisor
+exit_with_supervisor(os.environ)
 assert os.getpgid(0) == os.getpid()
 (folder / f"up-{rank}").write_text(str(os.getpid()))
 time.sleep(3600)
 """
 SUPERVISE = """if True:
     import sys
-    from halfbyte.launch import supervise
-    supervise.ENTRY = (sys.executable, sys.argv[1] + "/rank.py", sys.argv[1])
-    supervise.Supervisor(["train"], 2, supervise.Policy(), lambda: 0, print).run()
+    from halfbyte.distributed import supervisor
+    supervisor.RANK_COMMAND = (sys.executable, sys.argv[1] + "/rank.py", sys.argv[1])
+    supervisor.Supervisor(["train"], 2, supervisor.RestartPolicy(), lambda: 0, print).run()
 """
 
 
@@ -187,4 +187,4 @@ def is_running(pid):
 def test_what_lies_in_the_present_directory_is_no_program_of_ours(tmp_path):
     """As when somebody goes into a run directory that came from elsewhere, and launches from there."""
     (tmp_path / "difflib.py").write_text("raise SystemExit(99)")
-    assert subprocess.run([*supervise.ENTRY, "--help"], cwd=tmp_path, capture_output=True).returncode == 0
+    assert subprocess.run([*supervisor.RANK_COMMAND, "--help"], cwd=tmp_path, capture_output=True).returncode == 0

@@ -1,10 +1,12 @@
 """Every `halfbyte ...` in the README and the documents is one that the command line takes: lines of code, and what
-stands in backticks. Oracle: the commands' own parsers. Those of the first minutes are also run."""
+stands in backticks. Oracle: the commands' own parsers. Those of the README and of docs/install.md are run where this
+machine can; `PARSED_ONLY` has the others, each with its reason."""
 
 import importlib
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from halfbyte.cli import main as cli
 from halfbyte.cli.launch import parse as parse_launch
 from halfbyte.cli.train import parse as parse_train
-from halfbyte.runs import names
+from halfbyte.train.run_presets import run_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").glob("*.ipynb")])
@@ -74,7 +76,7 @@ def understood(name, words):
         if "--init-from" in words:  # reads the folder that is named; its flags are those of train
             at = words.index("--init-from")
             words = [*words[:at], *words[at + 2 :]]
-        assert parse_train(words).run.name in names()
+        assert parse_train(words).run.name in run_names()
     else:
         cli.parse_flags(name, importlib.import_module(f"halfbyte.cli.{COMMANDS[name].stem}"), words)
 
@@ -84,11 +86,96 @@ def test_the_pages_hold_enough_of_them_to_mean_something():
     assert {line.split()[1] for _, line in ALL} >= set(COMMANDS) - {"plan"}
 
 
-FIRST = ["halfbyte --help", "halfbyte recipes nvfp4 mxfp4", "halfbyte train --help", "halfbyte --version",
-         "halfbyte completion bash"]  # fmt: skip
+FIRST = ["halfbyte --help", "halfbyte train --help", "halfbyte --version"]
+
+TOOLS = "halfbyte|make|pip|python3?|docker|source|nvidia-smi"
+SMALL = "--steps 2 --model.layers 1 --batch 2 --seq 64 --validation.batches 1 --no-sample"
+STUDY = "--steps 2 --batch 2 --seq 64 --no-controls --radar -1"
+# Commands of README.md and docs/install.md that a test runs as they are printed.
+AS_PRINTED = ("halfbyte recipes nvfp4 mxfp4", "halfbyte completion bash", "halfbyte completion zsh")
+# Those that a test runs in this order in one folder, with the flags that make them small and the exit code. A study
+# without control arms passes nothing: 3.
+MADE_SMALL = {
+    "halfbyte doctor": ("", 0),
+    "halfbyte data prepare FILES --tokenizer bpe:8192 --out DIR": ("--seq-len 64", 0),
+    "halfbyte train": (f"demo {SMALL} --run-dir RUN", 0),
+    "halfbyte train demo --radar 400": (f"{SMALL} --run-dir radar", 0),
+    "halfbyte inspect RUN": ("--batches 1", 0),
+    "halfbyte parity RUN/config.json --baseline bf16 --candidates nvfp4 --seeds 3": (STUDY, 3),
+    "halfbyte league --model demo --recipes nvfp4,mxfp4,fp8": (f"{STUDY} --seeds 1 --model RUN/config.json", 0),
+    "halfbyte export RUN --format hf --out DIR": ("", 0),
+    "halfbyte import HF_DIR --out RUN": ("", 0),
+}
+# Targets that `make -n` reads: make itself is the parser.
+MAKE = ("make setup", "make setup GPU=1", "make setup GPU=cuda13", "make setup GPU=tpu", "make train", "make test",
+        "make test-all", "make wheels")  # fmt: skip
+NEEDS_INDEX = "needs a package index and a new environment; tests/test_docs.py checks the extras, the lock and the pins"
+PARSED_ONLY = {
+    "halfbyte": "a word",
+    "halfbyte plan llama3.1-405b --device gb300 --count 128": "compiles for minutes; tests/plan runs `plan` on `demo`",
+    "python3 -m halfbyte.integrations.maxtext base.yml quantization=te_nvfp4": "needs MaxText: tests/integrations",
+    "pip install .": NEEDS_INDEX,
+    "pip install -c constraints.txt -e .": NEEDS_INDEX,
+    "pip install -c constraints.txt -e '.[cuda12]'": NEEDS_INDEX,
+    "pip install -c constraints.txt -e '.[cuda13]'": NEEDS_INDEX,
+    "pip install -c constraints.txt -e '.[tpu]'": NEEDS_INDEX,
+    "pip list": "pip's own, and its output is only read",
+    "python tests/smoke.py --python PYTHON": "three minutes in an installed environment; CI runs it (newest-jax)",
+    "nvidia-smi": "needs an NVIDIA driver",
+    "docker run --gpus all": "a part of a command; needs docker and a GPU",
+}
 
 
-@pytest.mark.parametrize("line", FIRST)
+def printed_commands(page):
+    """Commands of a page: lines of its shell blocks without comments and redirections, and what is in backticks."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.S | re.M)
+    lines = [line for language, block in blocks if language in ("", "sh", "bash") for line in block.splitlines()]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    quoted = re.findall(rf"`((?:{TOOLS})(?: [^`\n]+)?)`", prose)
+    stripped = (re.split(r"\s+#\s|\s+>\s", line)[0].strip() for line in [*lines, *quoted])
+    return {re.sub(r"^source <\((.*)\)$", r"\1", line) for line in stripped if line}
+
+
+def test_every_command_of_the_first_pages_is_run_or_has_a_reason():
+    listed = {*AS_PRINTED, *MADE_SMALL, *MAKE, *PARSED_ONLY}
+    printed = printed_commands(ROOT / "README.md") | printed_commands(ROOT / "docs" / "install.md")
+    assert sorted(printed - listed) == [], "neither run nor excused"
+    assert sorted(listed - printed) == [], "no longer on a page"
+    assert all(reason for reason in PARSED_ONLY.values())
+
+
+@pytest.mark.parametrize("line", [*FIRST, *AS_PRINTED])
 def test_a_command_of_the_first_minutes_runs(line, capfd):
     assert cli.main(shlex.split(line)[1:]) == 0
     assert len(capfd.readouterr().out) > 10
+
+
+@pytest.mark.parametrize("line", MAKE)
+def test_make_knows_the_target(line):
+    done = subprocess.run([*shlex.split(line), "-n"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pip_commands_name_files_that_exist():
+    for line in (line for line in PARSED_ONLY if line.startswith("pip install")):
+        words = shlex.split(line)[2:]
+        assert words[-1].split("[")[0] == "." and (ROOT / "pyproject.toml").exists()
+        assert all((ROOT / words[at + 1]).exists() for at, word in enumerate(words) if word == "-c")
+
+
+@pytest.mark.slow
+def test_commands_of_the_first_pages_run_at_small_sizes(tmp_path, monkeypatch, capfd, quick_compiles, one_device):
+    """One after the other in one folder, as a reader would; each with its exit code."""
+    monkeypatch.chdir(tmp_path)
+    pages = [str(page) for page in sorted((ROOT / "docs").glob("*.md"))]
+    for line, (small, code) in MADE_SMALL.items():
+        folders = {"RUN": "run", "DIR": line.split()[1], "HF_DIR": "export"}
+        if "import" in line:
+            folders["RUN"] = "imported"
+        words = shlex.split(f"{line} {small}")[1:]
+        words = [re.sub(r"^(RUN|DIR|HF_DIR)(?=/|$)", lambda found, to=folders: to[found[1]], word) for word in words]
+        words = [part for word in words for part in (pages if word == "FILES" else [word])]
+        assert cli.main(words) == code, f"{line}: {capfd.readouterr().err[-2000:]}"
+    capfd.readouterr()
+    assert list(tmp_path.glob("run/inspect.html")) and list(tmp_path.glob("imported/config.json"))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.recipe import aliases, neighbour, recipe_names
+from halfbyte.recipes import base_recipe, maxtext_aliases, recipe_names
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 PAGE = (Path(__file__).parents[2] / "docs" / "recipe.md").read_text()
@@ -77,5 +77,5 @@ def test_scan():
 
 def test_every_recipe_is_in_the_table_with_its_neighbour():
     rows = re.findall(r"^\| `(\w+)` \| (\w*) ?\| ", PAGE, re.M)
-    assert sorted(rows) == sorted((name, base.name if (base := neighbour(name)) else "") for name in recipe_names())
-    assert all(f"`{alias}`" in PAGE for alias in aliases())
+    assert sorted(rows) == sorted((name, base.name if (base := base_recipe(name)) else "") for name in recipe_names())
+    assert all(f"`{alias}`" in PAGE for alias in maxtext_aliases())

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from halfbyte.recipe import policy, recipe
+from halfbyte.recipes import policy, recipe
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 PAGE = (Path(__file__).parents[2] / "docs" / "your-model.md").read_text(encoding="utf-8")
@@ -46,4 +46,4 @@ def test_the_recipe_of_ten_lines(tmp_path):
     half = recipe(f"{tmp_path}/mine.py:half")
     assert half.fprop_w.format.quantized and not half.wgrad_dy.format.quantized
     made = policy(f"{tmp_path}/mine.py:last_layers", half)
-    assert made.resolve(["layers/mlp/up"], 4).at("layers/mlp/up", 3) == half
+    assert made.resolve(["layers/mlp/up"], 4).recipe_at("layers/mlp/up", 3) == half

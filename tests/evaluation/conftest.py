@@ -31,4 +31,4 @@ def model():
     """Random weights with a head large enough that tokens differ in likelihood."""
     params = jax.jit(lambda key: models.init(CONFIG, key))(jax.random.key(0))
     params["head"] = params["head"] * 4.0
-    return LanguageModel(CONFIG, params, byte_tokenizer(), models.Context(compute_dtype=jnp.float32), seq=64)
+    return LanguageModel(CONFIG, params, byte_tokenizer(), models.ModelContext(compute_dtype=jnp.float32), seq=64)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from halfbyte.evaluation import curves, pictures
+from halfbyte.evaluation import loss_curves
 
 
 def curve(name, losses, *, tokens_per_step=100, **columns):
@@ -16,37 +16,37 @@ def curve(name, losses, *, tokens_per_step=100, **columns):
          **{field: values[step - 1] for field, values in columns.items()}}
         for step, loss in enumerate(losses, 1)
     ]  # fmt: skip
-    return curves.Curve(name, tuple(rows))
+    return loss_curves.MetricCurve(name, tuple(rows))
 
 
 def test_smoothing_keeps_constants_and_passes_over_nan():
     flat = np.full(20, 3.0)
-    np.testing.assert_allclose(curves.smooth(flat, 5), flat)
+    np.testing.assert_allclose(loss_curves.smooth(flat, 5), flat)
     broken = flat.copy()
     broken[7] = np.nan
-    np.testing.assert_allclose(curves.smooth(broken, 5), flat)
-    np.testing.assert_array_equal(curves.smooth(np.arange(4.0), 1), np.arange(4.0))
-    np.testing.assert_allclose(curves.smooth(np.array([4.0, 2.0, 1.0, 3.0, 5.0]), 3), [3, 7 / 3, 2, 3, 4])
-    np.testing.assert_allclose(curves.smooth(np.array([4.0, 2.0, 1.0]), 2), [3, 1.5, 1])
-    assert np.isnan(curves.smooth(np.array([np.nan, np.nan, 1.0]), 1)).tolist() == [True, True, False]
+    np.testing.assert_allclose(loss_curves.smooth(broken, 5), flat)
+    np.testing.assert_array_equal(loss_curves.smooth(np.arange(4.0), 1), np.arange(4.0))
+    np.testing.assert_allclose(loss_curves.smooth(np.array([4.0, 2.0, 1.0, 3.0, 5.0]), 3), [3, 7 / 3, 2, 3, 4])
+    np.testing.assert_allclose(loss_curves.smooth(np.array([4.0, 2.0, 1.0]), 2), [3, 1.5, 1])
+    assert np.isnan(loss_curves.smooth(np.array([np.nan, np.nan, 1.0]), 1)).tolist() == [True, True, False]
     line = np.linspace(5, 3, 50)
-    np.testing.assert_allclose(curves.smooth(line, 9)[4:-4], line[4:-4])  # no lag
+    np.testing.assert_allclose(loss_curves.smooth(line, 9)[4:-4], line[4:-4])  # no lag
 
 
 def test_the_gap_of_paired_runs():
     noise = np.random.default_rng(0).normal(0, 0.3, 200)
     base, other = curve("a", 3 + noise), curve("b", 3.01 + noise)
-    found = curves.gap(other, base)
+    found = loss_curves.final_gap(other, base)
     assert found.value == pytest.approx(0.01) and found.error == pytest.approx(0.0, abs=1e-12)
     assert found.points == 20 and (found.first_tokens, found.last_tokens) == (18_100.0, 20_000.0)
     assert found.relative == pytest.approx(0.01 / (3 + noise[-20:].mean()))
-    assert curves.gap(other, base, last=50).points == 50
+    assert loss_curves.final_gap(other, base, last=50).points == 50
     assert not found.interpolated
 
 
 def test_a_longer_run_is_compared_where_both_are():
     base, longer = curve("a", np.full(50, 3.0)), curve("b", np.linspace(4, 2, 100))
-    found = curves.gap(longer, base)
+    found = loss_curves.final_gap(longer, base)
     assert found.last_tokens == 5_000.0
     assert found.value == pytest.approx(np.linspace(4, 2, 100)[30:50].mean() - 3.0)
 
@@ -55,17 +55,17 @@ def test_other_batch_sizes_are_interpolated():
     line = lambda tokens: 5 - tokens / 10_000  # noqa: E731
     base = curve("a", [line(100 * s) for s in range(1, 101)])
     other = curve("b", [line(333 * s) + 0.2 for s in range(1, 31)], tokens_per_step=333)
-    found = curves.gap(other, base)
+    found = loss_curves.final_gap(other, base)
     assert found.interpolated and found.value == pytest.approx(0.2)
 
 
 def test_no_common_point():
     base = curve("a", [3.0, 3.0])
-    late = curves.Curve("b", ({"step": 9, "tokens": 10**9, "loss": 2.0},))
-    assert curves.gap(late, base) is None
+    late = loss_curves.MetricCurve("b", ({"step": 9, "tokens": 10**9, "loss": 2.0},))
+    assert loss_curves.final_gap(late, base) is None
     diverged = curve("c", [math.nan, math.nan])
-    assert curves.gap(diverged, base) is None
-    assert math.isnan(curves.end_of(diverged)[0])
+    assert loss_curves.final_gap(diverged, base) is None
+    assert math.isnan(loss_curves.final_loss(diverged)[0])
 
 
 @pytest.mark.slow
@@ -80,35 +80,37 @@ def test_the_error_allows_for_memory(memory):
         for at in range(1, 100):
             values[at] = memory * values[at - 1] + random.normal()
         means.append(values.mean())
-        errors.append(curves.correlated_error(values))
+        errors.append(loss_curves.correlated_error(values))
     assert np.mean(errors) == pytest.approx(np.std(means), rel=0.25)
-    assert curves.correlated_error(np.array([1.0, 2.0])) is None
+    assert loss_curves.correlated_error(np.array([1.0, 2.0])) is None
 
 
 def test_speed_is_a_median_without_the_start():
     times = [9.0] * 10 + [0.5] * 89 + [60.0]
-    found = curves.speed_of(curve("a", np.ones(100), step_time_s=times))
+    found = loss_curves.curve_speed(curve("a", np.ones(100), step_time_s=times))
     assert found.step_time_s == 0.5 and found.input_wait == pytest.approx(0.1)
     assert math.isnan(found.mfu)
 
 
 def test_reading_a_run(tmp_path):
     with pytest.raises(ValueError, match="holds no metrics.jsonl"):
-        curves.read_curve(tmp_path, "x")
+        loss_curves.read_curve(tmp_path, "x")
     lines = [{"step": 2, "loss": "nan", "tokens": 2}, {"step": 1, "loss": 3.0, "tokens": 1, "validation_loss": 2.5}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "lo')
-    read = curves.read_curve(tmp_path, "x")
+    read = loss_curves.read_curve(tmp_path, "x")
     np.testing.assert_array_equal(read.steps, [1, 2])
     np.testing.assert_array_equal(read.loss, [3.0, np.nan])
     assert [part.tolist() for part in read.validation()] == [[1.0], [2.5]]
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step yet"):
-        curves.read_curve(tmp_path, "x")
+        loss_curves.read_curve(tmp_path, "x")
 
 
 def test_the_terminal_plot_shows_a_falling_line():
     x = np.linspace(0, 1e6, 50)
-    text = pictures.text_plot([pictures.Line("run", x, 5 - x / 1e6)], title="loss", width=20, height=5).plain
+    text = loss_curves.braille_plot(
+        [loss_curves.PlotLine("run", x, 5 - x / 1e6)], title="loss", width=20, height=5
+    ).plain
     rows = text.splitlines()
     assert rows[0] == "loss" and "1M tokens" in text and "── run" in text
     canvas = [row.split("┤" if "┤" in row else "│")[1] for row in rows[1:6]]
@@ -118,7 +120,7 @@ def test_the_terminal_plot_shows_a_falling_line():
 
 
 def test_a_plot_of_nothing_and_of_one_point():
-    nothing = pictures.Line("x", np.zeros(0), np.zeros(0))
-    assert "nothing to draw" in pictures.text_plot([nothing], title="loss").plain
-    one = pictures.Line("y", np.array([5.0]), np.array([2.0]))
-    assert "── y" in pictures.text_plot([one, nothing], title="loss").plain
+    nothing = loss_curves.PlotLine("x", np.zeros(0), np.zeros(0))
+    assert "nothing to draw" in loss_curves.braille_plot([nothing], title="loss").plain
+    one = loss_curves.PlotLine("y", np.array([5.0]), np.array([2.0]))
+    assert "── y" in loss_curves.braille_plot([one, nothing], title="loss").plain

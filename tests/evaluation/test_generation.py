@@ -8,9 +8,9 @@ import pytest
 
 from halfbyte import models
 from halfbyte.data.tokenizer import byte_tokenizer
-from halfbyte.evaluation import WRITING_RULES, Generator, LanguageModel, Sampling
-from halfbyte.evaluation.generation import continuation
-from halfbyte.sharding import make_mesh
+from halfbyte.distributed import make_mesh
+from halfbyte.evaluation import GENERATION_RULES, LanguageModel, Sampling, TextGenerator
+from halfbyte.evaluation.generation import decode_continuation
 
 PROMPT = "halfbyte"
 
@@ -34,12 +34,12 @@ def expected(model):
 
 @pytest.fixture(scope="module")
 def greedy(model):
-    return Generator(model)
+    return TextGenerator(model)
 
 
 @pytest.fixture(scope="module")
 def random(model):
-    return Generator(model, Sampling(temperature=1.0, top_p=0.95))
+    return TextGenerator(model, Sampling(temperature=1.0, top_p=0.95))
 
 
 @pytest.mark.slow
@@ -54,39 +54,39 @@ def test_a_mesh_writes_the_same(model, expected):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     models.check_mesh(model.config, mesh)
     placed = jax.device_put(model.params, models.param_shardings(model.config, mesh))
-    context = dataclasses.replace(model.context, mesh=mesh, rules=WRITING_RULES)
+    context = dataclasses.replace(model.context, mesh=mesh, rules=GENERATION_RULES)
     spread = dataclasses.replace(model, params=placed, context=context)
     prompt = model.tokenizer.encode(PROMPT, bos=True)
-    assert list(Generator(spread).tokens(prompt, max_tokens=20)) == expected
+    assert list(TextGenerator(spread).tokens(prompt, max_tokens=20)) == expected
 
 
 def test_it_stops_at_the_end_of_text(model, greedy, expected, monkeypatch):
     tokenizer = byte_tokenizer()
     tokenizer.eos_id = expected[6]
     monkeypatch.setattr(greedy, "model", dataclasses.replace(model, tokenizer=tokenizer))
-    made = greedy.write(PROMPT, max_tokens=20)
-    assert made.ended and list(made.tokens) == expected[: expected.index(expected[6])]
+    made = greedy.generate(PROMPT, max_tokens=20)
+    assert made.hit_end_of_text and list(made.tokens) == expected[: expected.index(expected[6])]
 
 
 @pytest.mark.slow
 def test_seeds_decide(random):
-    first, again, other = (random.write("a b", max_tokens=12, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (random.generate("a b", max_tokens=12, seed=seed) for seed in (1, 1, 2))
     assert first.tokens == again.tokens != other.tokens
     assert first.prompt_tokens == 4  # with the begin-of-document token
 
 
 def test_pieces_shown_make_up_the_text(random):
     pieces = []
-    made = random.write("a b", max_tokens=12, seed=5, show=pieces.append)
+    made = random.generate("a b", max_tokens=12, seed=5, show=pieces.append)
     assert "".join(pieces) == made.text and len(pieces) > 1
-    assert len(made.tokens) == 12 and not made.ended
+    assert len(made.tokens) == 12 and not made.hit_end_of_text
     assert made.tokens_per_s > 0
 
 
 def test_half_a_character_is_not_shown(model):
     """Bytes of é arrive one by one: nothing whole, then the character."""
     ids = model.tokenizer.encode("é")
-    assert [continuation(model.tokenizer, [65], ids[:count]) for count in (1, 2)] == ["\ufffd", "é"]
+    assert [decode_continuation(model.tokenizer, [65], ids[:count]) for count in (1, 2)] == ["\ufffd", "é"]
 
 
 def test_impossible_lengths_are_refused(greedy):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from halfbyte.evaluation import Sampling
-from halfbyte.evaluation.sampling import draw, kept_logits
+from halfbyte.evaluation.generation import filter_logits, sample_tokens
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.1, 0.25, 0.2], np.float32))
 
@@ -23,7 +23,7 @@ def nucleus(chances, top_p):
 
 
 def kept(sampling, logits=LOGITS):
-    found = np.asarray(kept_logits(jnp.asarray(logits)[None], sampling))[0]
+    found = np.asarray(filter_logits(jnp.asarray(logits)[None], sampling))[0]
     return {int(token) for token in np.flatnonzero(np.isfinite(found))}
 
 
@@ -47,7 +47,7 @@ def test_top_k_and_then_top_p_of_what_it_leaves():
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5), Sampling(1.0, top_p=0.8), Sampling(2.0, top_k=2)])
 def test_draws_follow_the_distribution(sampling):
     many = 20_000
-    tokens = draw(jnp.broadcast_to(jnp.asarray(LOGITS), (many, 5)), jax.random.key(3), sampling)
+    tokens = sample_tokens(jnp.broadcast_to(jnp.asarray(LOGITS), (many, 5)), jax.random.key(3), sampling)
     weights = np.exp(LOGITS.astype(np.float64) / sampling.temperature)
     weights[[token for token in range(5) if token not in kept(sampling)]] = 0
     expected = many * weights / weights.sum()
@@ -61,7 +61,7 @@ def test_draws_follow_the_distribution(sampling):
 def test_greedy_is_the_likeliest_and_needs_no_luck():
     logits = jnp.asarray(np.stack([LOGITS, LOGITS[::-1]]))
     for seed in range(3):
-        assert draw(logits, jax.random.key(seed), Sampling()).tolist() == [1, 3]
+        assert sample_tokens(logits, jax.random.key(seed), Sampling()).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize(

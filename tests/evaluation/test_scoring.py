@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from halfbyte import models
-from halfbyte.evaluation import SCORING_RULES, Request, Scorer, scoring
-from halfbyte.recipe import policy, recipe
-from halfbyte.sharding import make_mesh
+from halfbyte.distributed import make_mesh
+from halfbyte.evaluation import SCORING_RULES, Scorer, ScoreRequest, scoring
+from halfbyte.recipes import policy, recipe
 
 RANDOM = np.random.default_rng(0)
 
 
 def request(length, scored):
-    return Request(tuple(RANDOM.integers(0, 257, length).tolist()), scored)
+    return ScoreRequest(tuple(RANDOM.integers(0, 257, length).tolist()), scored)
 
 
 REQUESTS = [request(*shape) for shape in ((2, 1), (33, 4), (9, 8), (65, 10), (34, 33), (65, 64), (50, 1), (5, 2))]
@@ -38,8 +38,8 @@ def judged(logits, request):
     """(summed nll, all greedy) of one request."""
     top = logits.max(axis=-1, keepdims=True)
     logp = logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
-    places = np.arange(len(logits))[-request.scored :]
-    targets = np.asarray(request.tokens)[1:][-request.scored :]
+    places = np.arange(len(logits))[-request.num_scored :]
+    targets = np.asarray(request.tokens)[1:][-request.num_scored :]
     return -logp[places, targets].sum(), bool(np.all(logp[places].argmax(axis=-1) == targets))
 
 
@@ -58,7 +58,7 @@ def test_scores_are_those_of_each_request_alone(logits_alone, scores):
     for made, found in zip(REQUESTS, scores, strict=True):
         nll, _ = judged(logits_alone(made.tokens), made)
         assert found.nll == pytest.approx(nll, rel=2e-6)  # float32 sums
-        assert found.tokens == made.scored
+        assert found.tokens == made.num_scored
 
 
 def test_greedy_is_seen_and_missed(logits_alone, scorer):
@@ -66,7 +66,7 @@ def test_greedy_is_seen_and_missed(logits_alone, scorer):
     ids = list(REQUESTS[1].tokens)
     for _ in range(3):
         ids.append(int(logits_alone([*ids, 0])[-1].argmax()))
-    follows, misses = Request(tuple(ids), 3), Request((*ids[:-3], (ids[-3] + 1) % 257, *ids[-2:]), 3)
+    follows, misses = ScoreRequest(tuple(ids), 3), ScoreRequest((*ids[:-3], (ids[-3] + 1) % 257, *ids[-2:]), 3)
     assert judged(logits_alone(follows.tokens), follows)[1] and not judged(logits_alone(misses.tokens), misses)[1]
     assert [score.greedy for score in scorer.score([follows, misses])] == [True, False]
 
@@ -81,8 +81,8 @@ def test_few_programs_for_all_lengths(scorer, scores):
 
 def test_what_does_not_fit_loses_its_beginning(scorer):
     long = request(90, 5)
-    cut = Request(long.tokens[-65:], 5)
-    assert long.within(64) == cut
+    cut = ScoreRequest(long.tokens[-65:], 5)
+    assert long.truncate_to(64) == cut
     a, b = scorer.score([long, cut])
     assert a == b
     assert scorer.score([request(90, 80)])[0].tokens == 64
@@ -114,7 +114,7 @@ def test_a_mesh_gives_the_same(model, scores):
 def test_impossible_requests_are_refused(model):
     for tokens, scored in (((1,), 1), ((1, 2), 0), ((1, 2), 2)):
         with pytest.raises(ValueError, match="tokens to score"):
-            Request(tokens, scored)
+            ScoreRequest(tokens, scored)
     with pytest.raises(ValueError, match="between 1 and the model's max_seq 128"):
         Scorer(model, window=129)
 
@@ -137,7 +137,7 @@ def test_packed_windows_are_scored_one_by_one(model, logits_alone):
     alone = list(Scorer(model, scales="window").score_packed(parts))
     assert [score.tokens for score in together] == [63] * 4
     np.testing.assert_allclose([s.nll for s in together], [s.nll for s in alone], rtol=1e-6)
-    nll, _ = judged(logits_alone(batch["tokens"][0]), Request(tuple(batch["tokens"][0].tolist()), 63))
+    nll, _ = judged(logits_alone(batch["tokens"][0]), ScoreRequest(tuple(batch["tokens"][0].tolist()), 63))
     assert together[0].nll == pytest.approx(nll, rel=2e-6)  # float32 sums
 
 

@@ -6,8 +6,8 @@ import lzma
 
 import pytest
 
-from halfbyte.data.files import find_files
-from halfbyte.evaluation import UnknownFormat, chosen, examples, open_task
+from halfbyte.data.text_files import find_files
+from halfbyte.evaluation import UnknownTaskFormatError, iter_examples, open_task, subsample
 from halfbyte.evaluation.task_files import group_of, texts_of
 
 CHOICE = {"query": "To open a jar", "choices": ["turn the lid", "sing"], "gold": 0}
@@ -31,7 +31,7 @@ def write(path, records):
 def read(path):
     (file,) = find_files([path])
     task = open_task(file)
-    return task, list(examples(task))
+    return task, list(iter_examples(task))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,9 @@ def test_a_malformed_line_is_named(tmp_path, bad, message):
 
 
 def test_files_that_are_no_task(tmp_path):
-    with pytest.raises(UnknownFormat, match=r"a.jsonl, line 1: fields question, answer are no task; .*query, choices"):
+    with pytest.raises(
+        UnknownTaskFormatError, match=r"a.jsonl, line 1: fields question, answer are no task; .*query, choices"
+    ):
         read(write(tmp_path / "a.jsonl", [{"question": "?", "answer": "!"}]))
     with pytest.raises(ValueError, match=r"b.jsonl: the file is empty"):
         read(write(tmp_path / "b.jsonl", []))
@@ -112,5 +114,5 @@ def test_files_that_are_no_task(tmp_path):
 
 def test_a_limit_is_spread_over_the_file(tmp_path):
     _, items = read(write(tmp_path / "a.jsonl", [{"text": str(number)} for number in range(10)]))
-    assert [item["text"] for item in chosen(items, 4)] == ["0", "2", "5", "7"]
-    assert chosen(items, 0) == chosen(items, 99) == items
+    assert [item["text"] for item in subsample(items, 4)] == ["0", "2", "5", "7"]
+    assert subsample(items, 0) == subsample(items, 99) == items

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from halfbyte.data.tokenizer import train_bpe
-from halfbyte.evaluation import Score, Scorer, first_windows, run_task, tasks
+from halfbyte.evaluation import Scorer, SequenceScore, eval_tasks, run_task, truncate_to_windows
 
 CHOICES = {"query": "q", "choices": ["aa", "bbbb"], "gold": 1}
 
 
 def scored(*nll, greedy=False):
-    return [Score(value, 2, greedy) for value in nll]
+    return [SequenceScore(value, 2, greedy) for value in nll]
 
 
 def measured(kind, *pairs):
-    return tasks.METRICS.get(kind, tasks.choice_metrics)(pairs)
+    return eval_tasks.METRICS_OF_KIND.get(kind, eval_tasks.choice_metrics)(pairs)
 
 
 def test_choice_metrics_by_hand():
@@ -50,8 +50,8 @@ def test_word_metrics_by_hand():
 
 def test_text_metrics_by_hand():
     text = {"text": "naïve text"}  # 11 bytes, 2 words
-    windows = [Score(6.0, 4, False), Score(9.0, 4, False), Score(3.0, 2, False)]
-    found = tasks.text_metrics([(text, windows)])
+    windows = [SequenceScore(6.0, 4, False), SequenceScore(9.0, 4, False), SequenceScore(3.0, 2, False)]
+    found = eval_tasks.text_metrics([(text, windows)])
     assert found["nats_per_token"].value == pytest.approx(1.8)
     assert found["bits_per_byte"].value == pytest.approx(18 / math.log(2) / 11)
     assert found["ppl"].value == pytest.approx(math.exp(1.8))
@@ -66,26 +66,26 @@ def test_the_error_of_a_ratio_covers_the_truth():
     hits = 0
     for _ in range(200):
         counts = random.integers(1, 20, 60)
-        found = tasks.ratio((random.normal(2.0, 0.5, 60) * counts).tolist(), counts.tolist())
+        found = eval_tasks.ratio_with_error((random.normal(2.0, 0.5, 60) * counts).tolist(), counts.tolist())
         hits += abs(found.value - 2.0) < 2 * found.error
     assert 180 <= hits <= 199
 
 
 def test_one_example_has_no_error_and_a_hopeless_model_no_overflow():
-    assert tasks.mean([0.5]).error is None
-    assert tasks.exponential(tasks.Metric(1e4, 1.0)).value == math.inf
+    assert eval_tasks.mean_with_error([0.5]).error is None
+    assert eval_tasks.exp_metric(eval_tasks.MetricEstimate(1e4, 1.0)).value == math.inf
 
 
 def test_pairs_are_encoded_as_the_model_would_see_them():
     tokenizer = train_bpe(["the answer is here the answer is there"] * 20, 300)
-    made = tasks.encode_pair(tokenizer, "the answer", " is here")
+    made = eval_tasks.tokenize_pair(tokenizer, "the answer", " is here")
     assert list(made.tokens) == tokenizer.encode("the answer is here", bos=True)
-    assert tokenizer.decode(made.tokens[-made.scored :]) == " is here"
+    assert tokenizer.decode(made.tokens[-made.num_scored :]) == " is here"
     # a token that spans the border is scored: the model never sees the context end there
-    spanning = tasks.encode_pair(tokenizer, "the ans", "wer")
+    spanning = eval_tasks.tokenize_pair(tokenizer, "the ans", "wer")
     assert list(spanning.tokens) == tokenizer.encode("the answer", bos=True)
-    assert tokenizer.decode(spanning.tokens[-spanning.scored :]) == " answer"
-    assert tasks.encode_pair(tokenizer, "", "the").scored == len(tokenizer.encode("the"))
+    assert tokenizer.decode(spanning.tokens[-spanning.num_scored :]) == " answer"
+    assert eval_tasks.tokenize_pair(tokenizer, "", "the").num_scored == len(tokenizer.encode("the"))
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 30])
@@ -94,11 +94,11 @@ def test_windows_score_every_token_once(model, length, stride):
     text = "".join(chr(97 + number % 26) for number in range(length))
     ids = model.tokenizer.encode(text, bos=True)
     done = 1
-    for made in tasks.text_requests(model.tokenizer, text, 8, stride):
-        stop = done + made.scored
+    for made in eval_tasks.text_requests(model.tokenizer, text, 8, stride):
+        stop = done + made.num_scored
         assert list(made.tokens) == ids[stop - len(made.tokens) : stop]
         assert len(made.tokens) <= 9
-        before = len(made.tokens) - made.scored  # tokens read before the first scored one
+        before = len(made.tokens) - made.num_scored  # tokens read before the first scored one
         assert before >= min(done, 8 - stride + 1)
         done = stop
     assert done == len(ids)
@@ -106,13 +106,13 @@ def test_windows_score_every_token_once(model, length, stride):
 
 def test_impossible_strides_are_refused(model):
     with pytest.raises(ValueError, match="stride 9: it lies between 1 and the window of 8"):
-        tasks.text_requests(model.tokenizer, "text", 8, 9)
+        eval_tasks.text_requests(model.tokenizer, "text", 8, 9)
 
 
 def test_the_beginning_of_a_text(model):
     text = "abcdefghij"
-    assert first_windows(model.tokenizer, text, 2, 3) == "abcdef"
-    assert first_windows(model.tokenizer, text, 0, 3) == first_windows(model.tokenizer, text, 9, 3) == text
+    assert truncate_to_windows(model.tokenizer, text, 2, 3) == "abcdef"
+    assert truncate_to_windows(model.tokenizer, text, 0, 3) == truncate_to_windows(model.tokenizer, text, 9, 3) == text
 
 
 def test_whole_tasks(model):
@@ -125,7 +125,7 @@ def test_whole_tasks(model):
     found = run_task("pairs", "pair", items, scorer)
 
     def nll_of(text):
-        return scorer.score([tasks.encode_pair(model.tokenizer, "", text)])[0].nll
+        return scorer.score([eval_tasks.tokenize_pair(model.tokenizer, "", text)])[0].nll
 
     nll = [(nll_of(item["sentence_good"]), nll_of(item["sentence_bad"])) for item in items]
     right = [good < bad for good, bad in nll]

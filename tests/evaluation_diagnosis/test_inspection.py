@@ -13,12 +13,11 @@ from rich.console import Console
 
 from halfbyte import models
 from halfbyte.cli.inspect import describe as as_data
-from halfbyte.diagnosis.inspection import Inspection, inspect
-from halfbyte.diagnosis.inspection_page import html, terminal
-from halfbyte.diagnosis.tensors import describe, in_rows
+from halfbyte.evaluation.gemm_accuracy import blocks_as_rows, tensor_stats
+from halfbyte.evaluation.inspection import Inspection, inspect_step, inspection_html, inspection_table
 from halfbyte.formats import FP8, NVFP4
-from halfbyte.recipe import OperandPolicy, policy, recipe
-from halfbyte.train import resolve
+from halfbyte.recipes import OperandPolicy, policy, recipe
+from halfbyte.train import resolve_policy
 
 # Every linear 64 x 64: what is looked at in one of them is compiled for all.
 MODEL = CONFIG.model.replace(kv_heads=4, mlp=64)
@@ -37,31 +36,34 @@ def with_outlier(params):
 
 def test_a_planted_outlier_channel_is_named_first_and_kept_in_bf16():
     config = dataclasses.replace(CONFIG, model=MODEL, recipe="nvfp4", policy="mlp")
-    resolved = resolve(MODEL, "mlp", recipe("nvfp4"))
+    resolved = resolve_policy(MODEL, "mlp", recipe("nvfp4"))
     params = with_outlier(jax.jit(lambda key: models.init(MODEL, key))(jax.random.key(3)))
     lines = []
-    found = inspect(config, resolved, params, [batch_of(3, rows=2)], step=0, say=lines.append)
+    found = inspect_step(config, resolved, params, [batch_of(3, rows=2)], step=0, say=lines.append)
     assert len(lines) > MODEL.layers and "compiled" in lines[0]  # said before anything is
     layer, site, gemm, decibels = found.worst()[0]
     assert (layer, gemm) == (LAYER, "fprop") and site in ("mlp/gate", "mlp/up") and decibels < 10
     text = found.policy("mlp", 12.0)
     chosen = policy(text, recipe("nvfp4")).resolve(models.linear_sites(MODEL), MODEL.layers)
-    assert not chosen.at("layers/mlp/gate", LAYER).quantized and chosen.at("layers/mlp/down", LAYER).quantized
-    assert chosen.at("layers/mlp/gate", 0).quantized
+    assert (
+        not chosen.recipe_at("layers/mlp/gate", LAYER).quantized
+        and chosen.recipe_at("layers/mlp/down", LAYER).quantized
+    )
+    assert chosen.recipe_at("layers/mlp/gate", 0).quantized
     crest = {(o["layer"], o["site"], o["role"]): o["crest"] for o in found.operands}
     assert crest[LAYER, "mlp/gate", "fprop_x"] > 2 * crest[0, "mlp/gate", "fprop_x"]
-    page = html(found, title="<x>", lines=[], policy=text, wanted=12.0)
+    page = inspection_html(found, title="<x>", lines=[], policy=text, wanted=12.0)
     assert "&lt;x&gt;" in page and "layers[1]" in page and "<script" not in page
-    assert terminal(found, 12.0).row_count == 7 * 3
+    assert inspection_table(found, 12.0).row_count == 7 * 3
 
 
 def test_what_the_run_leaves_in_bf16_is_shown_as_such():
     found = Inspection([], {(0, "mlp/up", "fprop"): 9.0, (1, "mlp/up", "fprop"): 8.0}, frozenset({(0, "mlp/up")}), 1, 4)
     console = Console(width=100, file=io.StringIO())
-    console.print(terminal(found, 12.0))
+    console.print(inspection_table(found, 12.0))
     (row,) = (line for line in console.file.getvalue().splitlines() if "mlp/up" in line)
     assert row.split()[-4:] == ["9.0", "│", "(8.0)", "│"] and "in brackets: bf16 here" in console.file.getvalue()
-    assert "(8.0)</td>" in html(found, title="t", lines=[], policy="mlp", wanted=12.0)
+    assert "(8.0)</td>" in inspection_html(found, title="t", lines=[], policy="mlp", wanted=12.0)
     assert [gemm["quantized"] for gemm in as_data(found, "mlp")["gemms"]] == [False, True]
 
 
@@ -71,7 +73,7 @@ def test_numbers_of_one_operand_against_numpy():
     x[3, 7] = 80.0
     given = jnp.asarray(x, jnp.bfloat16)
     wide = np.asarray(given, np.float32)
-    told = jax.jit(describe, static_argnums=(1, 2))
+    told = jax.jit(tensor_stats, static_argnums=(1, 2))
     found = told(given, OperandPolicy(NVFP4), -1)
     assert float(found["amax"]) == np.abs(wide).max()
     assert float(found["crest"]) == pytest.approx(np.abs(wide).max() / np.sqrt(np.mean(wide**2)), rel=1e-5)
@@ -92,14 +94,14 @@ def test_numbers_of_one_operand_against_numpy():
 )
 def test_a_matrix_laid_out_in_rows_has_the_same_numbers(axis, policy):
     x = jnp.asarray(np.random.default_rng(1).normal(0, 1, (48, 64)), jnp.bfloat16)
-    laid = in_rows(x, policy, axis)
+    laid = blocks_as_rows(x, policy, axis)
     assert laid.size == 2**12 > x.size
-    told = jax.jit(describe, static_argnums=(1, 2))
+    told = jax.jit(tensor_stats, static_argnums=(1, 2))
     wanted, found = told(x, policy, axis), told(laid, policy, -1, jnp.int32(x.size))
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
 
 
 def test_a_shape_without_blocks_is_not_laid_out():
-    assert in_rows(jnp.ones((3, 40), jnp.bfloat16), OperandPolicy(NVFP4), -1) is None
-    assert in_rows(jnp.ones((16, 40), jnp.bfloat16), OperandPolicy(NVFP4, block="2d"), -1) is None
+    assert blocks_as_rows(jnp.ones((3, 40), jnp.bfloat16), OperandPolicy(NVFP4), -1) is None
+    assert blocks_as_rows(jnp.ones((16, 40), jnp.bfloat16), OperandPolicy(NVFP4, block="2d"), -1) is None

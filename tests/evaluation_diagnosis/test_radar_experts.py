@@ -13,14 +13,13 @@ import pytest
 from radar_model import CONFIG, batch_of
 
 from halfbyte import models
-from halfbyte.diagnosis.radar import Radar
-from halfbyte.diagnosis.telemetry import Telemetry
-from halfbyte.metrics import read_rows
-from halfbyte.models import experts
-from halfbyte.ops import grouped_linear, tiles
-from halfbyte.recipe import recipe
-from halfbyte.train import resolve, run_mesh
-from halfbyte.train.observing import Moment
+from halfbyte.evaluation.inspection import Telemetry
+from halfbyte.evaluation.radar import Radar
+from halfbyte.models import moe
+from halfbyte.ops import expert_tiles, grouped_linear
+from halfbyte.recipes import recipe
+from halfbyte.train import read_rows, resolve_policy, run_mesh
+from halfbyte.train.train_state import StepSnapshot
 
 MODEL = CONFIG.model.replace(
     embed=64, mlp=64, layers=1, kv_heads=4, qk_norm=True, experts=4, experts_per_token=1, norm_topk=True,
@@ -36,23 +35,23 @@ class Planted:
 
     def __init__(self, monkeypatch):
         self.now = "healthy"
-        homes = {"_amaxes": grouped_linear, "transform_runs": grouped_linear, "whole_tiles": tiles}
+        homes = {"_amaxes": grouped_linear, "hadamard_transform": grouped_linear, "padded_group_sizes": expert_tiles}
         real = {name: getattr(home, name) for name, home in homes.items()}
-        places, spread = experts.places, experts.spread
+        places, spread = moe.row_of_pair, moe.dispatch_tokens
 
         def late(x, *, axis, points):
-            made = real["transform_runs"](jnp.roll(x, points // 2, axis), axis=axis, points=points)
+            made = real["hadamard_transform"](jnp.roll(x, points // 2, axis), axis=axis, points=points)
             return jnp.roll(made, -points // 2, axis)
 
         def amaxes(*given):
             return self.either("one_amax", lambda made: jnp.full_like(made, jnp.max(made)), real["_amaxes"](*given))
 
         def transformed(x, *, axis, points):
-            made = real["transform_runs"](x, axis=axis, points=points)
+            made = real["hadamard_transform"](x, axis=axis, points=points)
             return self.either("a_run_of_two_experts", lambda _: late(x, axis=axis, points=points), made)
 
         def whole(counts, tile):
-            return self.either("a_block_of_two_experts", lambda _: counts, real["whole_tiles"](counts, tile))
+            return self.either("a_block_of_two_experts", lambda _: counts, real["padded_group_sizes"](counts, tile))
 
         def placed(chosen, *given):
             made = places(chosen, *given)
@@ -62,10 +61,10 @@ class Planted:
             filled = lambda made: jnp.where(jnp.any(made != 0, 1, keepdims=True), made, x[:1])  # noqa: E731
             return self.either("tail_rows", filled, spread(x, rows, room))
 
-        for name, fault in (("_amaxes", amaxes), ("transform_runs", transformed), ("whole_tiles", whole)):
+        for name, fault in (("_amaxes", amaxes), ("hadamard_transform", transformed), ("padded_group_sizes", whole)):
             monkeypatch.setattr(homes[name], name, fault)
-        monkeypatch.setattr(experts, "places", placed)
-        monkeypatch.setattr(experts, "spread", spread_out)
+        monkeypatch.setattr(moe, "row_of_pair", placed)
+        monkeypatch.setattr(moe, "dispatch_tokens", spread_out)
 
     def either(self, fault, spoil, made):
         found = jax.pure_callback(lambda: np.bool_(self.now == fault), jax.ShapeDtypeStruct((), jnp.bool_))
@@ -79,7 +78,7 @@ def moment():
     router = params["layers"]["mlp"]["router"]
     params["layers"]["mlp"]["router"] = router.at[..., 1].set(router[..., 0])
     mesh = run_mesh(dataclasses.replace(MOE, mesh="data=1"), jax.devices()[:1])
-    return Moment(1, MOE, resolve(MODEL, "mlp", recipe("nvfp4")), mesh, params, batch_of(0, rows=2))
+    return StepSnapshot(1, MOE, resolve_policy(MODEL, "mlp", recipe("nvfp4")), mesh, params, batch_of(0, rows=2))
 
 
 def test_faults_in_operands_of_experts_are_seen_in_a_running_model(moment, monkeypatch, tmp_path):

@@ -13,13 +13,13 @@ import transformers
 
 from halfbyte import models
 from halfbyte.cli.main import main
-from halfbyte.interchange import Folder, Model, config_from_hf, config_to_hf, export_model, load_params
+from halfbyte.hf import ExportModel, HfFolder, config_from_hf, config_to_hf, export_model, load_params
 
 SIZES = "--model.layers 2 --model.embed 64 --model.mlp 96 --model.heads 2 --model.kv-heads 1 --batch 2 --seq 64"
 # Generating and scoring are tried below, against theirs; blocks of 32 are the quantized MLP that compiles soonest.
 ALONE = "--no-sample --validation.no-at-end --recipe mxfp8"
 FAMILY = "--model.activation gelu --model.tied --model.post-norms --model.logit-cap 5 --model.norm-eps 1e-6"
-FLOAT = models.Context(compute_dtype=jnp.float32)
+FLOAT = models.ModelContext(compute_dtype=jnp.float32)
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 24))
 
 
@@ -30,7 +30,7 @@ def theirs_of(folder: Path) -> tuple[str, np.ndarray]:
 
 
 def ours_of(folder: Path) -> tuple[models.LlamaConfig, models.Params, np.ndarray]:
-    with Folder(folder) as opened:
+    with HfFolder(folder) as opened:
         cfg = config_from_hf(opened.config, "gemma")
         params = load_params(opened, cfg)
     logits = jax.jit(lambda p: models.apply(cfg, p, {"tokens": jnp.asarray(TOKENS, jnp.int32)}, FLOAT))(params)
@@ -65,7 +65,7 @@ write_theirs(work / "theirs")
 kind, expected = theirs_of(work / "trained")
 other, reference = theirs_of(work / "theirs")
 cfg, params, read = ours_of(work / "theirs")
-export_model(Model(cfg, params, origin=None), work / "back", to="hf", dtype="float32")
+export_model(ExportModel(cfg, params, origin=None), work / "back", to="hf", dtype="float32")
 rows, batch = jnp.asarray(TOKENS, jnp.int32), {"tokens": jnp.asarray(TOKENS, jnp.int32)}
 last = jax.jit(lambda p: models.prefill(cfg, p, rows, None, FLOAT, size=32)[0])(params)
 scored = jax.jit(lambda p: models.token_nll(cfg, p, batch | {"targets": rows}, FLOAT))(params)

@@ -103,7 +103,7 @@ def ranks_with_another_data_set(bench: Bench, folder: Path, random: Random) -> s
 
 
 OWN = """import dataclasses
-from halfbyte.recipe import recipe
+from halfbyte.recipes import recipe
 mine = dataclasses.replace(recipe("nvfp4"), description={text!r})
 """
 

@@ -82,7 +82,7 @@ def pipe_in_place_of_a_file(bench: Bench, folder: Path, random: Random) -> str:
 
 
 OWN = """import dataclasses
-from halfbyte.recipe import recipe
+from halfbyte.recipes import recipe
 open({marker!r}, "a").write("run")
 mine = dataclasses.replace(recipe("bf16"), description="own")
 """

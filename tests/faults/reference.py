@@ -30,15 +30,15 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def write_config(path: Path, data: Path, run: str) -> None:
     """The config of one of RUNS."""
+    from halfbyte.io import dataclass_json
     from halfbyte.models import LlamaConfig
-    from halfbyte.optim import OptimizerConfig
     from halfbyte.train import (
         CheckpointConfig,
         LogConfig,
         LossScaleConfig,
+        OptimizerConfig,
         TrainConfig,
         ValidationConfig,
-        jsonconfig,
     )
 
     chosen = RUNS[run]
@@ -60,7 +60,7 @@ def write_config(path: Path, data: Path, run: str) -> None:
         checkpoint=CheckpointConfig(every=chosen["every"], keep_last=3),
         log=LogConfig(tensorboard=False, every=chosen["steps"]),
     )
-    jsonconfig.save(config, path)
+    dataclass_json.save_config(config, path)
 
 
 @dataclass

@@ -23,10 +23,10 @@ from states import arrays, checkpoint_steps, losses, saved_state
 
 def read_items(folder: Path, step: int) -> tuple[Any, dict]:
     """(record, arrays by item and name) of one checkpoint."""
-    from halfbyte.checkpoint import Checkpoints
+    from halfbyte.checkpoint import CheckpointManager
     from halfbyte.cli.verify import abstract_of
 
-    store = Checkpoints(folder / "checkpoints")
+    store = CheckpointManager(folder / "checkpoints")
     record = store.record(step)
     items = store.restore(step, abstract_of(record)).items
     store.close()
@@ -40,19 +40,19 @@ def poison(folder: Path, value: float) -> int:
     """Write the newest checkpoint again with one value replaced, its checksum too, as a run that did not look would."""
     from orbax.checkpoint import v1 as ocp
 
-    from halfbyte.checkpoint import Record, inspect
+    from halfbyte.checkpoint import CheckpointRecord, checksum_tree
 
     step = checkpoint_steps(folder)[-1]
     record, items = read_items(folder, step)
     leaves = json.loads(json.dumps(record.leaves))
     name = next(name for name in items["params"] if name.endswith("mlp/down"))
     items["params"][name] = items["params"][name].at[0, 1, 1].set(value)
-    leaves["params"][name]["checksum"] = inspect({"x": items["params"][name]})["x"].checksum
+    leaves["params"][name]["checksum"] = checksum_tree({"x": items["params"][name]})["x"].checksum
     shutil.rmtree(folder / "checkpoints" / str(step))
     flat = {item: {name.replace("/", "."): leaf for name, leaf in tree.items()} for item, tree in items.items()}
     with ONE_WRITER:
         writer = ocp.training.Checkpointer(folder / "checkpoints")
-        record = Record(step, leaves, record.extra)
+        record = CheckpointRecord(step, leaves, record.extra)
         writer.save_checkpointables(step, flat, force=True, custom_metadata=record.to_json())
         writer.close()
     return step
@@ -74,7 +74,7 @@ def poisoned_checkpoint(bench: Bench, folder: Path, random: Random) -> str:
 def with_bad_tokens(bench: Bench, folder: Path, random: Random) -> Path:
     """A data set with tokens outside its vocabulary, its checksums those of what it holds."""
     from halfbyte.data.dataset import open_dataset
-    from halfbyte.data.shards import ShardWriter
+    from halfbyte.data.shard_files import ShardWriter
 
     shutil.copytree(bench.data, folder)
     found = open_dataset(folder)
@@ -253,7 +253,7 @@ class Held:
 def loss_spike(bench: Bench, folder: Path, random: Random) -> str:
     """A learning rate that grows to 30: what comes of it on a CPU is the same each time, so a spike must come."""
     flags = ("--steps", "36", "--optimizer.learning-rate", "30", "--optimizer.warmup", "24")
-    guard = ("--guard.spike", "1.5", "--on-divergence", "bf16")
+    guard = ("--guard.spike-threshold", "1.5", "--on-divergence", "bf16")
     one = bench.trainer.start(folder, *flags, *guard)
     code = one.wait()
     assert "LOSS SPIKE" in one.said, f"no spike came, exit {code}: {one.said[-600:]}"

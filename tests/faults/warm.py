@@ -32,19 +32,19 @@ CHANGES = {
 }  # fmt: skip
 LIBRARIES = (
     "orbax.checkpoint", "tensorstore", "grain", "optax", "tyro", "rich.console", "array_record", "tokenizers",
-    "safetensors", "halfbyte.train.run", "halfbyte.checkpoint.store", "halfbyte.data", "halfbyte.interchange",
-    "halfbyte.parity", "halfbyte.evaluation", "halfbyte.launch", "halfbyte.ranks", "halfbyte.conformance",
-    "halfbyte.report", "halfbyte.diagnosis.radar",
+    "safetensors", "halfbyte.train.run", "halfbyte.checkpoint.store", "halfbyte.data", "halfbyte.hf",
+    "halfbyte.study", "halfbyte.evaluation", "halfbyte.distributed", "halfbyte.distributed", "halfbyte.ops",
+    "halfbyte.io", "halfbyte.evaluation.radar",
 )  # fmt: skip
 
 
 def load() -> None:
     """Every command and what it needs, as it is imported, not used."""
     from halfbyte.cli.main import find_commands
-    from halfbyte.devices.platform import load_jax_quietly, settle_platform
+    from halfbyte.devices.compile_target import force_cpu_without_gpu, import_jax_silencing_stderr
 
-    settle_platform(os.environ)
-    load_jax_quietly()
+    force_cpu_without_gpu(os.environ)
+    import_jax_silencing_stderr()
     for file in find_commands().values():
         importlib.import_module(f"halfbyte.cli.{file.stem}")
     for name in LIBRARIES:

@@ -9,15 +9,15 @@ import pytest
 from other_formats import E2M3, E3M2
 
 from halfbyte.formats import E2M1, E4M3, E5M2
-from halfbyte.formats.bits import copy_sign, float32_bits
 from halfbyte.formats.elements import E8M0_DTYPE, decode, decode_e8m0, encode, round_nearest
+from halfbyte.formats.exact_float32 import bitcast_to_uint32, copy_sign
 
 ELEMENTS = [E2M1, E2M3, E3M2, E4M3, E5M2]
 
 
 def round_to(element, x):
     """x on the element's grid: the value that `encode` gives the code of."""
-    return copy_sign(round_nearest(element, jnp.abs(x)).value, float32_bits(x))
+    return copy_sign(round_nearest(element, jnp.abs(x)).value, bitcast_to_uint32(x))
 
 
 decoded, encoded, rounded = (jax.jit(f, static_argnums=0) for f in (decode, encode, round_to))

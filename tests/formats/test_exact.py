@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from halfbyte.formats.elements import E4M3
-from halfbyte.formats.exact import divide_bits, lift, multiply_short_bits, reduce_factor, times
+from halfbyte.formats.exact_float32 import (
+    divide_constant_rne,
+    divide_rne,
+    multiply_rne,
+    multiply_short_significand_rne,
+    scale_out_of_subnormals,
+    subnormal_unit_factor,
+)
 
 INFINITY = 0x7F80_0000
-divided = jax.jit(divide_bits, static_argnums=0)
+divided = jax.jit(divide_constant_rne, static_argnums=0)
 
 
 def adversarial_bits():
@@ -43,7 +50,7 @@ def test_quotients(top):
 
 def test_a_dividend_with_too_many_bits_is_refused():
     with pytest.raises(AssertionError):
-        divide_bits(1 / 3, jnp.uint32(1))
+        divide_constant_rne(1 / 3, jnp.uint32(1))
 
 
 @pytest.mark.slow
@@ -54,7 +61,7 @@ def test_products_with_a_short_factor():
     short[~np.isfinite(short)] = 1
     with np.errstate(over="ignore", under="ignore"):
         expected = (short * finite.view(np.float32)).view(np.uint32)
-    np.testing.assert_array_equal(jax.jit(multiply_short_bits)(short.view(np.uint32), finite), expected)
+    np.testing.assert_array_equal(jax.jit(multiply_short_significand_rne)(short.view(np.uint32), finite), expected)
 
 
 @pytest.mark.slow
@@ -65,7 +72,9 @@ def test_every_scale_times_a_subnormal_decode_scale():
     a, b = (x.ravel() for x in np.meshgrid(scales, decode.view(np.float32)))
     with np.errstate(under="ignore"):
         expected = (a * b).view(np.uint32)
-    np.testing.assert_array_equal(jax.jit(multiply_short_bits)(a.view(np.uint32), b.view(np.uint32)), expected)
+    np.testing.assert_array_equal(
+        jax.jit(multiply_short_significand_rne)(a.view(np.uint32), b.view(np.uint32)), expected
+    )
 
 
 def test_times_sees_subnormals():
@@ -75,7 +84,7 @@ def test_times_sees_subnormals():
     factor = np.exp2(rng.uniform(-125, 127.99, finite.size)).astype(np.float32)
     with np.errstate(over="ignore", under="ignore"):
         expected = finite.view(np.float32) * factor
-    found = np.asarray(jax.jit(lambda b, f: times(b, f, reduce_factor(f)))(finite, factor))
+    found = np.asarray(jax.jit(lambda b, f: multiply_rne(b, f, subnormal_unit_factor(f)))(finite, factor))
     seen = expected >= np.float32(2.0**-100)
     assert (finite[seen] < 0x80_0000).sum() > 1000
     np.testing.assert_array_equal(found[seen].view(np.uint32), expected[seen].view(np.uint32))
@@ -84,4 +93,16 @@ def test_times_sees_subnormals():
 
 def test_lift():
     x = BITS[np.float32(2.0**60).view(np.uint32) > BITS]
-    np.testing.assert_array_equal(jax.jit(lift)(x), x.view(np.float32) * np.float32(2.0**64))
+    np.testing.assert_array_equal(jax.jit(scale_out_of_subnormals)(x), x.view(np.float32) * np.float32(2.0**64))
+
+
+def test_divide_rne_below_half_of_the_smallest_subnormal_is_zero():
+    """Quotients from 2^-253 to 2^-147: half of the smallest subnormal decides, a tie goes to zero."""
+    dividends = (np.arange(0x80_0000, 0x180_0000, 99_991) | np.uint32(1)).astype(np.uint32).view(np.float32)
+    divisors = np.exp2(np.float32([23, 24, 25, 26, 60, 127]))
+    dividend, divisor = (grid.ravel() for grid in np.meshgrid(dividends, divisors))
+    with np.errstate(under="ignore"):
+        expected = dividend / divisor
+    assert 0 < (expected == 0).mean() < 1 and expected.max() <= 2.0**-147
+    quotients = divide_rne(jnp.asarray(dividend.view(np.uint32)), jnp.asarray(divisor.view(np.uint32)))
+    np.testing.assert_array_equal(quotients, expected.view(np.uint32))

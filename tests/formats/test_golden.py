@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from halfbyte.formats import E2M1, NVFP4, hadamard16, pack, quantize, tile_scales, untile_scales
-from halfbyte.formats.bits import copy_sign, float32_bits, float_of_bits
+from halfbyte.formats import E2M1, NVFP4, hadamard16, pack_nibbles, quantize, swizzle_scales, unswizzle_scales
 from halfbyte.formats.elements import round_stochastic_e2m1, with_sign
-from halfbyte.formats.qtensor import scale_values
+from halfbyte.formats.exact_float32 import bitcast_to_float32, bitcast_to_uint32, copy_sign
+from halfbyte.formats.qtensor import decode_block_scales
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TENSORS = sorted(path.stem for path in GOLDEN.glob("*__*.npz"))
@@ -57,14 +57,14 @@ def outputs(x, block, transform):
         found["input_rht"] = bits(x)
     q = quantize(x, NVFP4, block=block)
     # `codes` and `packed` of the files forget the sign of a zero that came in, not of a number that became zero.
-    folded = jnp.where(float32_bits(x) == jnp.uint32(0x8000_0000), jnp.uint8(0), q.codes)
+    folded = jnp.where(bitcast_to_uint32(x) == jnp.uint32(0x8000_0000), jnp.uint8(0), q.codes)
     return found | {
         "codes_hw": q.codes,
         "packed_hw": q.packed,
         "codes": folded,
-        "packed": pack(folded),
+        "packed": pack_nibbles(folded),
         "scale_u8": lax.bitcast_convert_type(q.scales, jnp.uint8),
-        "scale_f32": bits(scale_values(q.scales, NVFP4)),
+        "scale_f32": bits(decode_block_scales(q.scales, NVFP4)),
         "amax": bits(q.amax),
     }
 
@@ -107,7 +107,7 @@ def compare(found, answers, label):
     return len(answers)
 
 
-encode_scale = jax.jit(lambda amax_bits: bits(NVFP4.tensor_scales(float_of_bits(amax_bits)).encode))
+encode_scale = jax.jit(lambda amax_bits: bits(NVFP4.tensor_scales(bitcast_to_float32(amax_bits)).encode))
 one = jax.jit(outputs, static_argnums=(1, 2))
 batched = jax.jit(jax.vmap(outputs, in_axes=(0, None, None)), static_argnums=(1, 2))
 scanned = jax.jit(
@@ -141,7 +141,7 @@ def test_stochastic_table(golden_count):
 
     @jax.jit
     def rounded(x_bits, noise):
-        rounded = round_stochastic_e2m1(float_of_bits(x_bits & jnp.uint32(0x7FFF_FFFF)), noise)
+        rounded = round_stochastic_e2m1(bitcast_to_float32(x_bits & jnp.uint32(0x7FFF_FFFF)), noise)
         return bits(copy_sign(rounded.value, x_bits)), with_sign(E2M1, rounded.code, x_bits)
 
     x = np.broadcast_to(table["x"][:, None], shape).view(np.uint32)
@@ -159,7 +159,7 @@ def test_stochastic_table(golden_count):
 
 def test_scale_tiles(golden_count):
     layout = load("scale_swizzle_256x8")
-    tiled = jax.jit(tile_scales)(layout["compact"])
+    tiled = jax.jit(swizzle_scales)(layout["compact"])
     np.testing.assert_array_equal(tiled, layout["swizzled_flat"])
-    np.testing.assert_array_equal(jax.jit(untile_scales, static_argnums=(1, 2))(tiled, 256, 8), layout["compact"])
+    np.testing.assert_array_equal(jax.jit(unswizzle_scales, static_argnums=(1, 2))(tiled, 256, 8), layout["compact"])
     golden_count("scale_swizzle_256x8", 2)

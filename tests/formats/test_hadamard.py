@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from halfbyte.formats import hadamard16, transform_runs
-from halfbyte.formats.hadamard import SIGNS
+from halfbyte.formats import hadamard16, hadamard_transform
+from halfbyte.formats.hadamard import FIXED_RHT_SIGNS, random_signs
 
 transformed = jax.jit(hadamard16)
 BF16 = ml_dtypes.bfloat16
@@ -20,12 +20,12 @@ def sylvester():
     return h
 
 
-MATRIX = np.diag(SIGNS) @ sylvester() / 4
+MATRIX = np.diag(FIXED_RHT_SIGNS) @ sylvester() / 4
 
 
 def in_order(x):
     """bfloat16 x [..., 16 n]: signs and 1/4 first, then pairs at distance 1, 2, 4, 8, float32; a zero sum is +0."""
-    v = x.astype(np.float32).reshape(-1, 16) * (np.float32(SIGNS) * np.float32(0.25))
+    v = x.astype(np.float32).reshape(-1, 16) * (np.float32(FIXED_RHT_SIGNS) * np.float32(0.25))
     for distance in (1, 2, 4, 8):
         made = v.copy()
         for i in range(16):
@@ -62,7 +62,7 @@ def test_the_matrix():
     h = np.asarray(transformed(np.eye(16).astype(BF16))).astype(np.float64)
     np.testing.assert_array_equal(h, MATRIX)
     np.testing.assert_array_equal(h @ h.T, np.eye(16))
-    assert sum(1 << i for i, s in enumerate(SIGNS) if s < 0) == 0xD7E8
+    assert sum(1 << i for i, s in enumerate(FIXED_RHT_SIGNS) if s < 0) == 0xD7E8
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_other_dtypes_are_rounded_to_bfloat16_first():
 @pytest.mark.slow
 def test_along_another_axis():
     x = cases()[:3]
-    down = jax.jit(lambda x: transform_runs(x, axis=-2))(np.ascontiguousarray(x.swapaxes(1, 2)))
+    down = jax.jit(lambda x: hadamard_transform(x, axis=-2))(np.ascontiguousarray(x.swapaxes(1, 2)))
     np.testing.assert_array_equal(bits(down.swapaxes(1, 2)), bits(transformed(x)))
 
 
@@ -122,3 +122,11 @@ def test_non_finite_numbers_spread_over_their_run():
 def test_size():
     with pytest.raises(ValueError, match="multiple of 16 along its axis, got 24"):
         hadamard16(jnp.zeros((4, 24)))
+
+
+def test_random_signs_of_a_long_run_have_no_period():
+    """128 signs: a sequence that repeats after 16 or 64 would make the transform of one block that of the next."""
+    signs = np.asarray(random_signs(jax.random.key(3), 128))
+    assert set(signs.tolist()) == {1.0, -1.0}
+    for period in (16, 32, 64):
+        assert 0.25 < (signs[period:] == signs[:-period]).mean() < 0.75

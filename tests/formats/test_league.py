@@ -16,17 +16,22 @@ import pytest
 from jax import lax
 
 from halfbyte import formats
-from halfbyte.formats import BlockFormat, DividedFirst, TwoLevel
-from halfbyte.formats.bits import float32_bits
-from halfbyte.formats.quantize import to_grid
-from halfbyte.formats.scales import Blocks
+from halfbyte.formats import BlockFormat, FourOverSixScale, TwoLevelScale
+from halfbyte.formats.exact_float32 import bitcast_to_uint32
+from halfbyte.formats.qtensor import quantize_to_grid
+from halfbyte.formats.scale_rules import BlockMagnitudes
 
 LEAGUE = Path(os.environ.get("HALFBYTE_LEAGUE", Path(__file__).parents[1] / "league"))
 SIX_FOUR = (6.0, 4.0)
 
 
 def te46(measure, top, **more):
-    return BlockFormat("te46", formats.E2M1, 16, DividedFirst(scale_top=top, among=SIX_FOUR, measure=measure, **more))
+    return BlockFormat(
+        "te46",
+        formats.E2M1,
+        16,
+        FourOverSixScale(scale_top=top, candidate_targets=SIX_FOUR, error_metric=measure, **more),
+    )
 
 
 # family -> mode of its files -> (format, how it is asked)
@@ -48,7 +53,7 @@ MODES = {
     },
     "te_row": {
         "row_1d": (formats.NVFP4_ROW, {}),
-        "row_mae_256_1d": (te46("absolute", 256.0, outer="row"), {}),
+        "row_mae_256_1d": (te46("absolute", 256.0, outer_granularity="row"), {}),
     },
     "ue5m3": {
         "t448_1d": (formats.NVFP4_UE5M3, {}),
@@ -56,7 +61,7 @@ MODES = {
         "stale_1d": (formats.NVFP4_UE5M3, {"amax": "row_amax"}),
         "sr448_1d": (formats.NVFP4_UE5M3, {"rounding": "midpoint", "noise": "bytes"}),
         "sr2048_1d": (
-            BlockFormat("2048", formats.E2M1, 16, TwoLevel(formats.UE5M3, 2048.0, floor=1.0)),
+            BlockFormat("2048", formats.E2M1, 16, TwoLevelScale(formats.UE5M3, 2048.0, floor=1.0)),
             {"rounding": "midpoint", "noise": "bytes"},
         ),
     },
@@ -101,7 +106,7 @@ def program(fmt, rounding, block):
 
     def run(bits, noise, amax):
         x = lax.bitcast_convert_type(bits, jnp.bfloat16 if bits.dtype == jnp.uint16 else jnp.float32)
-        grid = to_grid(x, fmt, block=block, noise=noise, amax=amax, rounding=rounding)
+        grid = quantize_to_grid(x, fmt, block=block, noise=noise, amax=amax, rounding=rounding)
         return grid.codes, grid.scales.codes
 
     as_users_do = (fmt, rounding, block) in {settings(*each) for each in AS_USERS_DO}
@@ -157,13 +162,15 @@ def eden_steps(x, uniform):
     """Scales before the correction, z, codes of q, the outer scale, and corrected scales."""
     fmt = formats.NVFP4_EDEN
     view = fmt.view(x.shape, block="1d")
-    bits = float32_bits(x).reshape(view.shape)
+    bits = bitcast_to_uint32(x).reshape(view.shape)
     magnitude = bits & jnp.uint32(0x7FFF_FFFF)
-    largest = jnp.max(magnitude, view.shared)
+    largest = jnp.max(magnitude, view.reduce_axes)
     rule = fmt.scale
-    found = rule.find(Blocks(magnitude, largest, rule.amax_bits(largest, view), view, "away"), fmt.element)
+    found = rule.compute_scales(
+        BlockMagnitudes(magnitude, largest, rule.amax_bits(largest, view), view, "away"), fmt.element
+    )
     z = rule.scaled(magnitude, found, view)
-    q = formats.elements.round_away(fmt.element, z)
+    q = formats.elements.round_half_away(fmt.element, z)
     made = rule.corrected(found, z, q.value, view, uniform)
     return found.codes, z.reshape(x.shape), q.code.reshape(x.shape), found.tensor_decode, made.codes
 

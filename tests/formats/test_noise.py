@@ -1,4 +1,7 @@
-"""Random bytes. Oracle: the definition in NumPy, word by word. (Their statistics: tests/recipe/test_random_bits.py.)"""
+"""Random bytes. Oracle: the definition in NumPy, word by word.
+
+Statistics: tests/recipes/test_random_bits.py.
+"""
 
 import functools
 
@@ -8,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.formats import MixedKey, key_words, mixed_words, random_bytes
-from halfbyte.formats.noise import hash_words
+from halfbyte.formats import HashedKey, hashed_key_words, key_words, random_bytes
+from halfbyte.formats.random_bits import counter_hash
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 
@@ -32,7 +35,7 @@ def test_the_definition(shape):
 @pytest.mark.slow
 def test_numbers_wrap_at_32_bits():
     number = np.array([0, 1, 0xFFFF_FFFF, 0x8000_0000], np.uint32)
-    np.testing.assert_array_equal(hash_words(number, *KEY), oracle.hash_words(number, *KEY))
+    np.testing.assert_array_equal(counter_hash(number, *KEY), oracle.hash_words(number, *KEY))
 
 
 @pytest.mark.slow
@@ -51,7 +54,7 @@ def test_a_key_is_typed_or_raw():
 @pytest.mark.slow
 def test_a_key_may_be_mixed_among_others():
     keys = jnp.asarray([[5, 6], KEY, [7, 8]], jnp.uint32)
-    key = MixedKey(mixed_words(keys), jnp.int32(1))
+    key = HashedKey(hashed_key_words(keys), jnp.int32(1))
     np.testing.assert_array_equal(random_bytes(key, (8, 4)), random_bytes(jnp.asarray(KEY), (8, 4)))
 
 
@@ -146,3 +149,12 @@ def test_a_window_that_does_not_fit():
         random_bytes(key, (8, 8), offset=(1, 0), global_shape=(8, 8))
     with pytest.raises(ValueError, match="together"):
         random_bytes(key, (8, 8), offset=(0, 0))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+def test_random_bytes_window_at_each_offset_is_a_slice(tokens):
+    """A window of a few tokens that starts anywhere in a word of four."""
+    key = jax.random.wrap_key_data(KEY)
+    draw = jax.jit(lambda offset: random_bytes(key, (tokens, 8), offset=(offset, 0), global_shape=(16, 8)))
+    for offset in range(8):
+        np.testing.assert_array_equal(draw(offset), drawn((16, 8))[offset : offset + tokens])

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from other_formats import MXFP6
 
-from halfbyte.formats import FP8, MXFP4, MXFP8_E5M2, NVFP4, Packed, pack, quantize, tile_scales, unpack, untile_scales
+from halfbyte.formats import (
+    FP8,
+    MXFP4,
+    MXFP8_E5M2,
+    NVFP4,
+    PackedQTensor,
+    pack_nibbles,
+    quantize,
+    swizzle_scales,
+    unpack_nibbles,
+    unswizzle_scales,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 
@@ -20,7 +31,7 @@ CASES = [(NVFP4, "1d"), (NVFP4, "2d"), (MXFP4, "1d"), (MXFP6, "1d"), (MXFP8_E5M2
 def compiled(fmt, block):
     def run(x):
         q = quantize(x, fmt, block=block)
-        return q, q.dequantize(), Packed.of(q).unpack(), q.packed
+        return q, q.dequantize(), PackedQTensor.from_qtensor(q).unpack(), q.packed
 
     return jax.jit(lambda xs: jax.lax.map(run, xs))
 
@@ -65,14 +76,14 @@ def test_packed_bytes(hard_tensors):
 @pytest.mark.parametrize("axis", [-1, -2, 0])
 def test_packing_and_back(axis):
     codes = np.random.default_rng(0).integers(0, 16, (6, 4, 8)).astype(np.uint8)
-    packed = pack(jnp.asarray(codes), axis=axis)
+    packed = pack_nibbles(jnp.asarray(codes), axis=axis)
     assert packed.size == codes.size // 2
-    np.testing.assert_array_equal(unpack(packed, axis=axis), codes)
+    np.testing.assert_array_equal(unpack_nibbles(packed, axis=axis), codes)
 
 
 def test_packing_an_odd_axis():
     with pytest.raises(ValueError, match="even axis, got 5"):
-        pack(jnp.zeros((4, 5), jnp.uint8))
+        pack_nibbles(jnp.zeros((4, 5), jnp.uint8))
 
 
 def test_a_pytree_that_jit_takes_and_gives(hard_tensors):
@@ -95,6 +106,6 @@ def test_scale_tiles_are_padded_with_zeros(rows, columns):
         for c in range(columns):
             tile = (r // 128) * column_tiles + c // 4
             expected[tile * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4] = compact[r, c]
-    tiled = tile_scales(jnp.asarray(compact))
+    tiled = swizzle_scales(jnp.asarray(compact))
     np.testing.assert_array_equal(tiled, expected)
-    np.testing.assert_array_equal(untile_scales(tiled, rows, columns), compact)
+    np.testing.assert_array_equal(unswizzle_scales(tiled, rows, columns), compact)

@@ -25,8 +25,8 @@ from halfbyte.formats import (
     amax_of,
     floor_scales,
     quantize,
-    to_grid,
-)  # fmt: skip
+    quantize_to_grid,
+)
 
 KEY = np.array([0x0123_4567, 0x89AB_CDEF], np.uint32)
 MX = {"mxfp4": "E2M1", "mxfp6": "E3M2", "mxfp8": "E4M3", "mxfp8_e5m2": "E5M2"}
@@ -188,7 +188,7 @@ def test_a_given_amax_replaces_the_tensors_own():
 @pytest.mark.slow
 def test_what_is_on_the_grid_is_what_is_stored(hard_tensors):
     """`to_grid` gives values and codes of the same numbers."""
-    values, codes = jax.jit(lambda x: to_grid(x, MXFP8)[:2])(hard_tensors[0])
+    values, codes = jax.jit(lambda x: quantize_to_grid(x, MXFP8)[:2])(hard_tensors[0])
     same(values, oracle.value_of(np.asarray(codes), "E4M3"), "values")
 
 
@@ -298,7 +298,7 @@ class TestErrors:
 
     def test_an_unknown_unit(self):
         with pytest.raises(ValueError, match="format odd: unknown unit 'fp3'; known: bf16, fp8"):
-            BlockFormat("odd", NVFP4.element, 16, NVFP4.scale, unit="fp3")
+            BlockFormat("odd", NVFP4.element, 16, NVFP4.scale, hardware_unit="fp3")
 
     def test_a_block_without_a_scale(self):
         with pytest.raises(ValueError, match="format odd: block=16 does not fit"):

@@ -8,9 +8,21 @@ import pytest
 
 from halfbyte import formats
 from halfbyte.formats import E1M2, E2M1, E4M3, E5M2
-from halfbyte.formats.quantize import to_grid
-from halfbyte.formats.scales import POWER_FLOOR, POWER_UP, TENSOR_ONLY, TWO_LEVEL, Blocks, PowerUp, TwoLevel, _two_level
-from halfbyte.formats.views import BlockView
+from halfbyte.formats.block_view import BlockView
+from halfbyte.formats.exact_float32 import magnitude_bits
+from halfbyte.formats.outer_scales import scales_from_amax_bits
+from halfbyte.formats.qtensor import quantize_to_grid
+from halfbyte.formats.scale_rules import (
+    POWER_FLOOR,
+    POWER_UP,
+    TENSOR_ONLY,
+    TWO_LEVEL,
+    BlockMagnitudes,
+    E8M0CeilScale,
+    TwoLevelScale,
+    _two_level,
+)
+from halfbyte.recipes import recipe
 
 
 def scale_codes(rule, element, amax):
@@ -18,7 +30,7 @@ def scale_codes(rule, element, amax):
     view = BlockView((amax.size, 1), (1,))
 
     def find(bits):
-        return rule.find(Blocks(bits[:, None], bits, jnp.max(bits), view), element).codes
+        return rule.compute_scales(BlockMagnitudes(bits[:, None], bits, jnp.max(bits), view), element).codes
 
     return np.asarray(jax.jit(find)(amax.view(np.uint32)))
 
@@ -47,13 +59,13 @@ def test_scales_that_are_subnormal():
     than four times the largest of them (four over six).
     """
     amax = np.float32([3e38, 3.2e38, 3.4e38, 1.0])
-    for rule, element in ((TENSOR_ONLY, E1M2), (TwoLevel(scale_top=256.0), E2M1)):
-        encode = np.minimum(np.float32(rule.top(element)) / amax, np.finfo(np.float32).max)
+    for rule, element in ((TENSOR_ONLY, E1M2), (TwoLevelScale(scale_top=256.0), E2M1)):
+        encode = np.minimum(np.float32(rule.tensor_amax_target(element)) / amax, np.finfo(np.float32).max)
         found = jax.jit(jax.vmap(lambda a, rule=rule, element=element: rule.tensor_scales(a, element)))(amax)
         np.testing.assert_array_equal(np.asarray(found.encode).view(np.uint32), encode.view(np.uint32))
         np.testing.assert_array_equal(found.decode, np.float32(1) / encode)
     bits = jnp.asarray(amax[:3].view(np.uint32))
-    decode, _, table = jax.jit(jax.vmap(lambda b: _two_level(b, TwoLevel(scale_top=256.0), E2M1)))(bits)
+    decode, _, table = jax.jit(jax.vmap(lambda b: _two_level(b, TwoLevelScale(scale_top=256.0), E2M1)))(bits)
     values = np.nan_to_num(E4M3.magnitudes(), nan=0.0)
     with np.errstate(divide="ignore"):
         expected = np.minimum(np.float32(1) / (values * np.asarray(decode)[:, None]), np.finfo(np.float32).max)
@@ -72,7 +84,7 @@ def test_the_largest_numbers_have_the_codes_of_the_same_a_million_times_smaller(
 
     @jax.jit
     def codes(x):
-        grid = to_grid(x, fmt, noise=noise, rounding=rounding)
+        grid = quantize_to_grid(x, fmt, noise=noise, rounding=rounding)
         return grid.codes, grid.scales.codes
 
     large, small = codes(x), codes(x * np.float32(2.0**-20))
@@ -81,10 +93,32 @@ def test_the_largest_numbers_have_the_codes_of_the_same_a_million_times_smaller(
 
 
 def test_rules_are_values():
-    assert PowerUp() == POWER_UP != POWER_FLOOR and TwoLevel() == TWO_LEVEL
-    assert len({POWER_UP, PowerUp(), POWER_FLOOR, TWO_LEVEL, TwoLevel(), TENSOR_ONLY}) == 4
+    assert E8M0CeilScale() == POWER_UP != POWER_FLOOR and TwoLevelScale() == TWO_LEVEL
+    assert len({POWER_UP, E8M0CeilScale(), POWER_FLOOR, TWO_LEVEL, TwoLevelScale(), TENSOR_ONLY}) == 4
 
 
 def test_what_an_amax_is_mapped_to():
-    assert TWO_LEVEL.top(E2M1) == 2688 and TENSOR_ONLY.top(E5M2) == 57344 and POWER_UP.top(E4M3) is None
+    assert (
+        TWO_LEVEL.tensor_amax_target(E2M1) == 2688
+        and TENSOR_ONLY.tensor_amax_target(E5M2) == 57344
+        and POWER_UP.tensor_amax_target(E4M3) is None
+    )
     assert TWO_LEVEL.candidates(E2M1) == (6.0,)
+
+
+def test_scales_of_an_amax_of_zero_infinity_or_nan_are_one():
+    amax = jnp.float32([0.0, 6.0, jnp.inf, jnp.nan])
+    encode, decode = scales_from_amax_bits(magnitude_bits(amax), 448.0 * 6.0)
+    np.testing.assert_array_equal(encode, np.float32([1, 448, 1, 1]))
+    np.testing.assert_array_equal(decode, np.float32([1, 1, 1, 1]) / np.float32([1, 448, 1, 1]))
+
+
+@pytest.mark.usefixtures("quick_code")
+@pytest.mark.parametrize("name", ["quartet2", "tetrajet2"])
+def test_block_of_tiny_numbers_beside_a_huge_one_is_zero(name):
+    """1e-35 under an outer scale for an amax of 3e38: its block scale is far below the smallest subnormal."""
+    x = np.zeros((1, 128), np.float32)
+    x[0, 0], x[0, 32:48] = 3e38, 1e-35
+    block_format = recipe(name).fprop_x.format
+    run = jax.jit(lambda x: formats.quantize(x, block_format).dequantize())
+    np.testing.assert_array_equal(np.asarray(run(x), np.float32)[0, 16:], 0)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from halfbyte.formats import NVFP4, SharedBitsWarning, quantize, warn_if_shared
+from halfbyte.formats import NVFP4, SharedBitsWarning, quantize, warn_if_key_reused
 
 X = np.random.default_rng(0).standard_normal((4, 16, 32)).astype(np.float32)
 KEY = np.array([1, 2], np.uint32)
@@ -56,7 +56,7 @@ def test_a_key_each_and_one_tensor_are_no_matter():
         jax.eval_shape(jax.vmap(codes), X, keys)
         jax.eval_shape(jax.vmap(codes, (None, 0)), X[0], keys)
         jax.eval_shape(jax.vmap(lambda x: quantize(x, NVFP4).codes), X)
-        assert (warn_if_shared(KEY, X) == KEY).all()
+        assert (warn_if_key_reused(KEY, X) == KEY).all()
 
 
 def on_shards(fn):

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from halfbyte import models
-from halfbyte.interchange import hf_config
-from halfbyte.nn.rope import RopeScaling
+from halfbyte.hf import hf_config
+from halfbyte.ops.rope import RopeScaling
 
 LLAMA = models.LlamaConfig(
     name="tiny", vocab_size=96, embed=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,

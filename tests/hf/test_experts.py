@@ -10,14 +10,13 @@ import pytest
 
 from halfbyte import models
 from halfbyte.formats import NVFP4, quantize
-from halfbyte.interchange import hf_config
-from halfbyte.interchange.exporting import Model, export_model
-from halfbyte.interchange.folder import Folder
-from halfbyte.interchange.importing import import_folder
-from halfbyte.interchange.layouts import plain_parts
-from halfbyte.interchange.loading import load_params
-from halfbyte.interchange.writing import write_folder
-from halfbyte.recipe import policy, recipe
+from halfbyte.hf import hf_config
+from halfbyte.hf.exporter import ExportModel, export_model, write_hf_folder
+from halfbyte.hf.hf_folder import HfFolder
+from halfbyte.hf.import_model import import_hf_folder
+from halfbyte.hf.load_weights import load_params
+from halfbyte.hf.tensor_layouts import unquantized_groups
+from halfbyte.recipes import policy, recipe
 
 from .conftest import LLAMA, their_logits
 
@@ -59,16 +58,18 @@ def folder(transformers, cfg, tmp_path_factory):
 
 @pytest.mark.slow
 def test_logits_agree_in_and_out(transformers, folder, cfg, tmp_path):
-    with Folder(folder) as opened:
+    with HfFolder(folder) as opened:
         assert hf_config.config_from_hf(opened.config, cfg.name) == cfg
         params = load_params(opened, cfg)
     tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, 40))
     load = transformers.AutoModelForCausalLM.from_pretrained
     expected = their_logits(load(folder, dtype="float32"), tokens)
     run = jax.jit(models.apply, static_argnums=(0, 3))
-    ours = run(cfg, params, {"tokens": jnp.asarray(tokens, jnp.int32)}, models.Context(compute_dtype=jnp.float32))
+    ours = run(cfg, params, {"tokens": jnp.asarray(tokens, jnp.int32)}, models.ModelContext(compute_dtype=jnp.float32))
     np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
-    write_folder(tmp_path / "out", plain_parts(cfg, params, np.dtype(np.float32)), hf_config.config_to_hf(cfg), {})
+    write_hf_folder(
+        tmp_path / "out", unquantized_groups(cfg, params, np.dtype(np.float32)), hf_config.config_to_hf(cfg), {}
+    )
     assert np.array_equal(their_logits(load(tmp_path / "out", dtype="float32"), tokens), expected)
 
 
@@ -95,7 +96,7 @@ def test_a_bad_folder_is_refused_by_what_is_wrong(transformers, tmp_path):
     cfg = QWEN
     params = initial(cfg)
     good = tmp_path / "good"
-    write_folder(good, plain_parts(cfg, params, np.dtype(np.float32)), hf_config.config_to_hf(cfg), {})
+    write_hf_folder(good, unquantized_groups(cfg, params, np.dtype(np.float32)), hf_config.config_to_hf(cfg), {})
     up = "model.layers.1.mlp.experts.7.up_proj.weight"
     bad = {
         up: {"tensor": (up, None)},
@@ -107,7 +108,7 @@ def test_a_bad_folder_is_refused_by_what_is_wrong(transformers, tmp_path):
     }
     for number, (word, how) in enumerate(bad.items()):
         with pytest.raises(ValueError, match=word):
-            import_folder(spoil(good, tmp_path / f"bad{number}", **how), tmp_path / f"run{number}")
+            import_hf_folder(spoil(good, tmp_path / f"bad{number}", **how), tmp_path / f"run{number}")
 
 
 @pytest.mark.slow
@@ -117,8 +118,8 @@ def test_exported_experts_are_the_codes_that_fprop_multiplies(tmp_path, to):
     cfg, chosen = QWEN.replace(mlp=64), recipe("nvfp4")
     params = initial(cfg)
     resolved = policy("experts", chosen).resolve(models.linear_sites(cfg), cfg.layers)
-    export_model(Model(cfg, params), tmp_path / "out", to=to, dtype="float32", resolved=resolved)
-    with Folder(tmp_path / "out") as opened:
+    export_model(ExportModel(cfg, params), tmp_path / "out", to=to, dtype="float32", resolved=resolved)
+    with HfFolder(tmp_path / "out") as opened:
         back = load_params(opened, cfg)
         assert any(name.endswith("mlp.gate") for name in _ignored(opened.config))
     made = jax.jit(lambda w: quantize(w, NVFP4, block=chosen.fprop_w.block, axis=-2).dequantize())
@@ -132,7 +133,7 @@ def test_exported_experts_are_the_codes_that_fprop_multiplies(tmp_path, to):
 def test_a_layer_that_no_family_has_is_not_exported(tmp_path, field):
     cfg = QWEN.replace(**field)
     with pytest.raises(ValueError, match=f"export.*no word for {next(iter(field))}"):
-        export_model(Model(cfg, models.abstract_params(cfg)), tmp_path / "out", to="hf", dtype="float32")
+        export_model(ExportModel(cfg, models.abstract_params(cfg)), tmp_path / "out", to="hf", dtype="float32")
     assert not (tmp_path / "out").exists()
 
 

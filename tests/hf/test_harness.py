@@ -10,7 +10,7 @@ import pytest
 from halfbyte import models
 from halfbyte.cli.main import main
 from halfbyte.data.tokenizer import byte_tokenizer
-from halfbyte.interchange import Model, export_model
+from halfbyte.hf import ExportModel, export_model
 
 WORDS = "the a of union state people congress law and to we shall not year nation peace war tax".split()
 CONFIG = models.LlamaConfig(
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("harness")
     params = jax.jit(lambda key: models.init(CONFIG, key))(jax.random.key(0))
     params["head"] = params["head"] * 4.0
-    export_model(Model(CONFIG, params, byte_tokenizer()), out / "model", to="hf", dtype="float32")
+    export_model(ExportModel(CONFIG, params, byte_tokenizer()), out / "model", to="hf", dtype="float32")
     rng = random.Random(0)
 
     def sentence(count):
@@ -54,7 +54,7 @@ def test_scores_agree_to_the_last_printed_digit(lm_eval, folder, capfd, monkeypa
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     from lm_eval.tasks import TaskManager
 
-    from halfbyte.interchange.harness import HalfbyteLM
+    from halfbyte.hf.lm_eval_harness import HalfbyteLM
 
     where = {name: str(folder / f"{name}.jsonl") for name in TASKS}
     code = main(["eval", str(folder / "model"), *where.values(), "--compute-dtype", "float32", "--json"])
@@ -76,7 +76,7 @@ def test_scores_agree_to_the_last_printed_digit(lm_eval, folder, capfd, monkeypa
 def test_texts_and_generation(lm_eval, folder):
     from types import SimpleNamespace
 
-    from halfbyte.interchange.harness import HalfbyteLM
+    from halfbyte.hf.lm_eval_harness import HalfbyteLM
 
     model = HalfbyteLM(run=str(folder / "model"), compute_dtype="float32", seq=32)
     text = "the people of the union shall not tax the peace"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save
 
-from halfbyte.interchange import Folder, config_from_hf, config_to_hf, import_folder, load_params
-from halfbyte.interchange.loading import refuse_not_finite
-from halfbyte.interchange.tensor_file import TensorFile
+from halfbyte.hf import HfFolder, config_from_hf, config_to_hf, import_hf_folder, load_params
+from halfbyte.hf.hf_folder import SafetensorsFile
+from halfbyte.hf.load_weights import check_all_finite_tensors
 
 from .conftest import LLAMA
 
@@ -34,7 +34,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 
 def read_all(path):
-    with TensorFile(path) as file:
+    with SafetensorsFile(path) as file:
         return {name: file.read(name) for name in file.entries}
 
 
@@ -79,9 +79,9 @@ def test_a_broken_file_is_refused_before_anything_is_allocated(tmp_path, case):
 def test_pipes_and_directories_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="not a regular file"):
-        TensorFile(tmp_path / "pipe")
+        SafetensorsFile(tmp_path / "pipe")
     with pytest.raises((ValueError, IsADirectoryError)):
-        TensorFile(tmp_path)
+        SafetensorsFile(tmp_path)
 
 
 @pytest.mark.slow
@@ -108,9 +108,9 @@ def test_a_large_empty_tensor_takes_no_time(tmp_path, empty):
     header = {"x.rotary_emb.inv_freq": entry(shape=empty, offsets=(0, 0)), "a": entry()}
     (tmp_path / "model.safetensors").write_bytes(raw(header, bytes(8)))
     (tmp_path / "config.json").write_text("{}")
-    with Folder(tmp_path) as opened:
+    with HfFolder(tmp_path) as opened:
         assert opened.entries["x.rotary_emb.inv_freq"].shape == empty
-        refuse_not_finite(opened)
+        check_all_finite_tensors(opened)
 
 
 # Folders
@@ -119,16 +119,15 @@ def test_a_large_empty_tensor_takes_no_time(tmp_path, empty):
 @pytest.fixture
 def folder(tmp_path):
     """A whole model of two shards in `model`, and a secret beside it."""
-    from halfbyte.interchange.hf_names import sites
-    from halfbyte.interchange.layouts import Part
-    from halfbyte.interchange.tensor_file import Planned
-    from halfbyte.interchange.writing import write_folder
+    from halfbyte.hf.exporter import write_hf_folder
+    from halfbyte.hf.hf_folder import TensorToWrite
+    from halfbyte.hf.tensor_layouts import TensorGroup, hf_tensors
 
     def part(site):
-        return Part((Planned(site.name, F32, site.shape),), lambda: (np.ones(site.shape, F32),))
+        return TensorGroup((TensorToWrite(site.name, F32, site.shape),), lambda: (np.ones(site.shape, F32),))
 
-    parts = [part(site) for site in sites(LLAMA)]
-    write_folder(tmp_path / "model", parts, config_to_hf(LLAMA), {}, shard_bytes=100_000)
+    parts = [part(site) for site in hf_tensors(LLAMA)]
+    write_hf_folder(tmp_path / "model", parts, config_to_hf(LLAMA), {}, shard_bytes=100_000)
     (tmp_path / "secret.safetensors").write_bytes(save(TENSORS))
     return tmp_path / "model"
 
@@ -136,7 +135,7 @@ def folder(tmp_path):
 def refused(folder, message):
     before = sorted(path for path in folder.parent.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        import_folder(folder, folder.parent / "run")
+        import_hf_folder(folder, folder.parent / "run")
     assert sorted(path for path in folder.parent.rglob("*")) == before  # nothing written, nothing left
 
 
@@ -159,7 +158,7 @@ def test_links_that_lead_out_are_refused_and_links_inside_are_not(folder):
     first = sorted(folder.glob("*.safetensors"))[0]
     first.rename(folder / "elsewhere.safetensors")
     first.symlink_to("elsewhere.safetensors")
-    with Folder(folder) as opened:
+    with HfFolder(folder) as opened:
         assert opened.read("model.norm.weight").shape == (64,)
     (folder / "elsewhere.safetensors").rename(folder.parent / "elsewhere.safetensors")
     first.unlink()
@@ -243,7 +242,7 @@ def test_a_tensor_without_a_place_is_named(folder, tmp_path):
     wider = LLAMA.replace(layers=1)
     path = folder / "config.json"
     path.write_text(json.dumps(config_to_hf(wider)))
-    with Folder(folder) as opened, pytest.raises(ValueError, match=r"tensors have no place.*model\.layers\.1"):
+    with HfFolder(folder) as opened, pytest.raises(ValueError, match=r"tensors have no place.*model\.layers\.1"):
         load_params(opened, config_from_hf(opened.config))
 
 
@@ -256,9 +255,9 @@ def test_an_interrupted_export_leaves_nothing_that_looks_whole(tmp_path):
 import os, sys, signal
 from pathlib import Path
 import numpy as np
-from halfbyte.interchange.layouts import Part
-from halfbyte.interchange.tensor_file import Planned
-from halfbyte.interchange.writing import write_folder
+from halfbyte.hf.tensor_layouts import TensorGroup as Part
+from halfbyte.hf.hf_folder import TensorToWrite as Planned
+from halfbyte.hf.exporter import write_hf_folder as write_folder
 
 def make(number):
     if number == 2:

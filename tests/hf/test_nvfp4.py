@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from halfbyte import models, ops
-from halfbyte.interchange import Model, config_from_hf, export_model, load_params
-from halfbyte.interchange.folder import Folder
-from halfbyte.interchange.hf_names import sites
-from halfbyte.recipe import policy, recipe
+from halfbyte.hf import ExportModel, config_from_hf, export_model, load_params
+from halfbyte.hf.hf_folder import HfFolder
+from halfbyte.hf.tensor_layouts import hf_tensors
+from halfbyte.recipes import policy, recipe
 
 from .conftest import MODELS, their_logits
 
@@ -53,7 +53,7 @@ def name(request):
 def folders(cfg, params, name, tmp_path_factory):
     out = tmp_path_factory.mktemp("nvfp4")
     for to in ("compressed-tensors", "modelopt"):
-        made = export_model(Model(cfg, params), out / to, to=to, resolved=resolve(cfg, name))
+        made = export_model(ExportModel(cfg, params), out / to, to=to, resolved=resolve(cfg, name))
         assert made.quantized == 7 * cfg.layers
     return {to: out / to for to in ("compressed-tensors", "modelopt")}
 
@@ -76,8 +76,8 @@ def check_state(state, cfg, params, name):
     from compressed_tensors.quantization.quant_scheme import NVFP4A16, QuantizationScheme
 
     scheme = QuantizationScheme(targets=["Linear"], **NVFP4A16)
-    flat = models.flatten(params)
-    for site in (site for site in sites(cfg) if site.transposed and site.layer is not None):
+    flat = models.flatten_specs(params)
+    for site in (site for site in hf_tensors(cfg) if site.transposed and site.layer is not None):
         codes, scales, encode_scale, values = forward_codes(flat[site.path][site.layer], name)
         theirs = {k: state[f"{site.module}.{k}"] for k in ("weight_packed", "weight_scale", "weight_global_scale")}
         elements = unpack_fp4_from_uint8(theirs["weight_packed"], *site.shape, dtype=torch.float32)
@@ -94,7 +94,7 @@ def check_state(state, cfg, params, name):
 def test_compressed_tensors_reads_the_codes_of_the_forward_pass(compressed_tensors, folders, cfg, params, name):
     state = loaded_state(folders["compressed-tensors"])
     check_state(state, cfg, params, name)
-    weight = models.flatten(params)["layers/mlp/down"][1]
+    weight = models.flatten_specs(params)["layers/mlp/down"][1]
     assert float(state["model.layers.1.mlp.down_proj.weight_global_scale"]) == float(forward_codes(weight, name)[2])
 
 
@@ -114,21 +114,23 @@ def test_transformers_computes_the_weight_only_forward(compressed_tensors, trans
     theirs = their_logits(torch.nn.Module.float(loaded), tokens)
     run = jax.jit(models.apply, static_argnums=(0, 3))
     for kind in ("compressed-tensors", "modelopt"):
-        with Folder(folders[kind]) as folder:
+        with HfFolder(folders[kind]) as folder:
             read = load_params(folder, config_from_hf(folder.config))
         rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), read)  # as they decompress it
-        batch, exact = {"tokens": jnp.asarray(tokens, jnp.int32)}, models.Context(compute_dtype=jnp.float32)
+        batch, exact = {"tokens": jnp.asarray(tokens, jnp.int32)}, models.ModelContext(compute_dtype=jnp.float32)
         np.testing.assert_allclose(run(cfg, rounded, batch, exact), theirs, atol=5e-5)
         np.testing.assert_allclose(run(cfg, read, batch, exact), theirs, atol=0.05)  # weights to 2^-9
 
 
 @pytest.mark.slow(fast_cases=["square blocks"])
 def test_every_quantized_linear_has_all_its_scales_and_no_other_has_any(folders, cfg, params, tmp_path):
-    export_model(Model(cfg, params), tmp_path / "mlp", to="compressed-tensors", resolved=resolve(cfg, "nvfp4", "mlp"))
-    with Folder(tmp_path / "mlp") as folder:
+    export_model(
+        ExportModel(cfg, params), tmp_path / "mlp", to="compressed-tensors", resolved=resolve(cfg, "nvfp4", "mlp")
+    )
+    with HfFolder(tmp_path / "mlp") as folder:
         names = set(folder.entries)
         ignored = set(folder.config["quantization_config"]["ignore"])
-    for site in (site for site in sites(cfg) if site.transposed):
+    for site in (site for site in hf_tensors(cfg) if site.transposed):
         scaled = {f"{site.module}.{kind}" for kind in ("weight_packed", "weight_scale", "weight_global_scale")}
         if "mlp" in site.path:
             assert scaled <= names and site.name not in names and site.module not in ignored

@@ -7,12 +7,12 @@ import pytest
 from safetensors import safe_open
 
 from halfbyte import models
-from halfbyte.interchange import hf_config
-from halfbyte.interchange.folder import Folder
-from halfbyte.interchange.layouts import plain_parts
-from halfbyte.interchange.loading import load_params
-from halfbyte.interchange.writing import write_folder
-from halfbyte.sharding import make_mesh
+from halfbyte.distributed import make_mesh
+from halfbyte.hf import hf_config
+from halfbyte.hf.exporter import write_hf_folder
+from halfbyte.hf.hf_folder import HfFolder
+from halfbyte.hf.load_weights import load_params
+from halfbyte.hf.tensor_layouts import unquantized_groups
 
 from .conftest import their_logits
 
@@ -35,30 +35,30 @@ def raw_tensors(folder):
 
 @pytest.fixture(scope="module")
 def imported(written, cfg):
-    with Folder(written) as folder:
+    with HfFolder(written) as folder:
         assert hf_config.config_from_hf(folder.config, cfg.name) == cfg
         return load_params(folder, cfg)
 
 
 @pytest.mark.slow(fast_cases=["llama-tied", "qwen3-untied"])
 def test_names_and_bytes_come_back(imported, written, cfg, tmp_path):
-    parts = plain_parts(cfg, imported, BF16)
-    write_folder(tmp_path / "out", parts, hf_config.config_to_hf(cfg), {}, shard_bytes=30_000)
+    parts = unquantized_groups(cfg, imported, BF16)
+    write_hf_folder(tmp_path / "out", parts, hf_config.config_to_hf(cfg), {}, shard_bytes=30_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     assert raw_tensors(tmp_path / "out") == raw_tensors(written)
 
 
 @pytest.mark.slow
 def test_logits_of_an_export_agree(imported, transformers, written, cfg, tokens, tmp_path):
-    write_folder(tmp_path / "out", plain_parts(cfg, imported, BF16), hf_config.config_to_hf(cfg), {})
+    write_hf_folder(tmp_path / "out", unquantized_groups(cfg, imported, BF16), hf_config.config_to_hf(cfg), {})
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
     expected = their_logits(loaded, tokens)
     original = transformers.AutoModelForCausalLM.from_pretrained(written, dtype="float32")
     np.testing.assert_array_equal(expected, their_logits(original, tokens))
     batch, run = {"tokens": jnp.asarray(tokens, jnp.int32)}, jax.jit(models.apply, static_argnums=(0, 3))
-    exact = run(cfg, imported, batch, models.Context(compute_dtype=jnp.float32))
+    exact = run(cfg, imported, batch, models.ModelContext(compute_dtype=jnp.float32))
     np.testing.assert_allclose(exact, expected, atol=5e-5)  # float32 sums of up to 128 terms in another order
-    rounded = np.asarray(run(cfg, imported, batch, models.Context()))
+    rounded = np.asarray(run(cfg, imported, batch, models.ModelContext()))
     error = rounded - expected  # logits of unit variance, activations rounded to 2^-9 some twenty times
     assert np.sqrt(np.mean(error**2)) < 0.02 and np.abs(error).max() < 0.1
 
@@ -68,10 +68,10 @@ def test_an_activation_is_written_and_read_by_its_name(imported, transformers, c
     gelu = cfg.replace(activation="gelu")
     fields = hf_config.config_to_hf(gelu)
     assert hf_config.config_from_hf(fields, cfg.name) == gelu
-    write_folder(tmp_path / "out", plain_parts(gelu, imported, BF16), fields, {})
+    write_hf_folder(tmp_path / "out", unquantized_groups(gelu, imported, BF16), fields, {})
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
     batch, run = {"tokens": jnp.asarray(tokens, jnp.int32)}, jax.jit(models.apply, static_argnums=(0, 3))
-    exact = run(gelu, imported, batch, models.Context(compute_dtype=jnp.float32))
+    exact = run(gelu, imported, batch, models.ModelContext(compute_dtype=jnp.float32))
     np.testing.assert_allclose(exact, their_logits(loaded, tokens), atol=5e-5)  # as above
     with pytest.raises(ValueError, match="relu2"):
         hf_config.config_to_hf(cfg.replace(activation="relu2"))
@@ -80,9 +80,9 @@ def test_an_activation_is_written_and_read_by_its_name(imported, transformers, c
 @pytest.mark.slow
 def test_a_mesh_reads_the_same(imported, written, cfg):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
-    with Folder(written) as folder:
+    with HfFolder(written) as folder:
         spread = load_params(folder, cfg, mesh=mesh)
     wanted = models.param_shardings(cfg, mesh)
-    for path, value in models.flatten(spread).items():
-        assert value.sharding.is_equivalent_to(models.flatten(wanted)[path], value.ndim)
-        np.testing.assert_array_equal(value, models.flatten(imported)[path])
+    for path, value in models.flatten_specs(spread).items():
+        assert value.sharding.is_equivalent_to(models.flatten_specs(wanted)[path], value.ndim)
+        np.testing.assert_array_equal(value, models.flatten_specs(imported)[path])

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from halfbyte import models
-from halfbyte.formats import Packed
-from halfbyte.interchange import Model, export_model
-from halfbyte.interchange.exporting import fused_mismatches
-from halfbyte.interchange.folder import Folder
-from halfbyte.recipe import policy, recipe
+from halfbyte.formats import PackedQTensor
+from halfbyte.hf import ExportModel, export_model
+from halfbyte.hf.exporter import fused_mismatches
+from halfbyte.hf.hf_folder import HfFolder
+from halfbyte.recipes import policy, recipe
 
 from .conftest import LLAMA
 
@@ -32,14 +32,14 @@ def params():
 @pytest.mark.slow
 def test_exported_codes_are_those_of_the_forward_pass(params, tmp_path):
     resolved = resolve(SHARED)
-    made = export_model(Model(LLAMA, params), tmp_path / "out", to="compressed-tensors", resolved=resolved)
+    made = export_model(ExportModel(LLAMA, params), tmp_path / "out", to="compressed-tensors", resolved=resolved)
     assert made.mismatches == [] and fused_mismatches(LLAMA, params, resolve(OWN)) != []
     ready = jax.jit(lambda p: models.quantize_weights(LLAMA, p, resolved))(params)
     scales = set()
-    with Folder(tmp_path / "out") as folder:
+    with HfFolder(tmp_path / "out") as folder:
         for name, theirs in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
             codes = ready["layers"]["attention"][name].fprop
-            assert isinstance(codes, Packed)
+            assert isinstance(codes, PackedQTensor)
             module = f"model.layers.1.self_attn.{theirs}"
             np.testing.assert_array_equal(folder.read(f"{module}.weight_packed"), np.asarray(codes.packed[1]).T)
             scales.add(float(folder.read(f"{module}.weight_global_scale")[0]))
@@ -55,7 +55,7 @@ def test_a_layer_that_quantizes_as_it_goes_computes_the_same(params):
     chosen = dataclasses.replace(recipe("bf16"), name="weights", shared_scales=True, **weights)
     resolved = policy("mlp", chosen).resolve(models.linear_sites(cfg), 1)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, cfg.vocab_size, (2, 32)), jnp.int32)
-    ctx = models.Context(policy=resolved, key=jax.random.key(0))
+    ctx = models.ModelContext(policy=resolved, key=jax.random.key(0))
 
     @jax.jit
     def run(p):

@@ -8,9 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from halfbyte.profiling import Capture, ProfileConfig, breakdown
-from halfbyte.profiling.breakdown import Event, Placer, events_of, merge, shares
-from halfbyte.program import category, read
+from halfbyte.hlo import op_category, parse_hlo
+from halfbyte.hlo.trace_breakdown import (
+    EventClassifier,
+    TraceEvent,
+    device_events,
+    merge_intervals,
+    step_time_breakdown,
+    time_fractions,
+)
+from halfbyte.train import ProfileCapture, ProfileConfig
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -24,7 +31,7 @@ FileNames
 FunctionNames
 1 "f"
 2 "attention_block"
-3 "to_bfloat16"
+3 "round_to_bfloat16"
 4 "quantize_operand"
 
 FileLocations
@@ -89,8 +96,8 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     ],
 )
 def test_categories(name, expected):
-    program = read(PROGRAM)
-    assert category(program, program.instructions[name]) == expected
+    program = parse_hlo(PROGRAM)
+    assert op_category(program, program.instructions[name]) == expected
 
 
 @pytest.mark.parametrize(
@@ -109,21 +116,21 @@ def test_categories(name, expected):
     ],
 )
 def test_events_are_placed_by_instruction_then_by_kernel(instruction, kernel, expected):
-    assert Placer(read(PROGRAM))(Event(instruction, kernel, 0.0, 1.0)) == expected
+    assert EventClassifier(parse_hlo(PROGRAM))(TraceEvent(instruction, kernel, 0.0, 1.0)) == expected
 
 
 @pytest.mark.parametrize("module, expected", [("jit_step", "quantize"), ("jit_other", "other"), ("", "quantize")])
 def test_another_modules_instruction_of_the_same_name_is_not_this_programs(module, expected):
-    event = Event("fusion.1", "loop_floor_fusion", 0.0, 1.0, module=module)
-    assert Placer(read(PROGRAM))(event) == expected
+    event = TraceEvent("fusion.1", "loop_floor_fusion", 0.0, 1.0, module=module)
+    assert EventClassifier(parse_hlo(PROGRAM))(event) == expected
 
 
 def test_merge():
-    assert merge([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
+    assert merge_intervals([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
 
 
 def test_hidden_communication_is_not_counted_twice():
-    found = shares({"gemm": [(0, 4)], "communication": [(3, 6)], "other": [(8, 9)]}, (0, 10))
+    found = time_fractions({"gemm": [(0, 4)], "communication": [(3, 6)], "other": [(8, 9)]}, (0, 10))
     assert found == pytest.approx(
         {"gemm": 0.4, "quantize": 0.0, "attention": 0.0, "other": 0.1, "communication": 0.2, "idle": 0.3}
     )
@@ -134,14 +141,14 @@ def test_a_real_trace_counts_matmuls_and_products_as_what_they_are(tmp_path):
     """Which takes longer is the machine's: the oracle is how long the trace says that each has run."""
     said = []
     step = jax.jit(lambda x: x @ x / 300.0).lower(jnp.ones((300, 300))).compile()
-    capture = Capture(ProfileConfig("xprof", 2, 3), tmp_path, say=said.append)
+    capture = ProfileCapture(ProfileConfig("xprof", 2, 3), tmp_path, say=said.append)
     x = jnp.ones((300, 300))
     for number in range(1, 5):
-        capture.before(number, x)
+        capture.before_step(number, x)
         x = step(x)
-        capture.after(number, x, step.as_text)
+        capture.after_step(number, x, step.as_text)
     trace = next(tmp_path.rglob("*.xplane.pb"))
-    (events,) = events_of(trace).values()
+    (events,) = device_events(trace).values()
     product = re.search(r"ENTRY.*ROOT %(\S+) = ", step.as_text(), re.S)[1]  # the last instruction
     seconds = {"gemm": 0.0, "other": 0.0}
     for event in events:
@@ -151,19 +158,19 @@ def test_a_real_trace_counts_matmuls_and_products_as_what_they_are(tmp_path):
     assert {name: capture.shares[name] * whole for name in seconds} == pytest.approx(seconds)
     assert sum(capture.shares.values()) == pytest.approx(1.0, abs=1e-6)
     assert "gemm" in said[-1]
-    assert breakdown(trace, step.as_text()) == capture.shares
+    assert step_time_breakdown(trace, step.as_text()) == capture.shares
 
 
 def test_a_program_that_cannot_be_read_is_said_and_ends_nothing(tmp_path):
     said = []
-    capture = Capture(ProfileConfig("xprof", 1, 1), tmp_path, say=said.append)
-    capture.before(1, None)
-    capture.after(1, jax.jit(jnp.sin)(jnp.ones(8)), lambda: "HloModule nothing")
+    capture = ProfileCapture(ProfileConfig("xprof", 1, 1), tmp_path, say=said.append)
+    capture.before_step(1, None)
+    capture.after_step(1, jax.jit(jnp.sin)(jnp.ones(8)), lambda: "HloModule nothing")
     assert capture.shares == {} and "no breakdown of step time: the text holds no ENTRY" in said[-1]
 
 
 def test_a_captured_program_has_no_cuda_graphs(tmp_path):
-    on, off = (Capture(ProfileConfig(how), tmp_path, say=print) for how in ("xprof", "off"))
+    on, off = (ProfileCapture(ProfileConfig(how), tmp_path, say=print) for how in ("xprof", "off"))
     assert on.compiler_options == {"xla_gpu_enable_command_buffer": ""} and off.compiler_options == {}
 
 
@@ -199,7 +206,7 @@ def test_a_trace_of_a_gpu_is_read_from_its_streams(tmp_path):
     """10 us of one stream: 5 of GEMM, 1 of quantize, 3 of attention, 1 idle; lines that repeat them do not count."""
     trace = tmp_path / "gpu.xplane.pb"
     trace.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(GPU_TRACE))
-    found = breakdown(trace, PROGRAM)
+    found = step_time_breakdown(trace, PROGRAM)
     assert found == pytest.approx(
         {"gemm": 0.5, "quantize": 0.1, "attention": 0.3, "other": 0.0, "communication": 0.0, "idle": 0.1}
     )
@@ -210,10 +217,10 @@ def test_a_range_that_never_comes_is_said_and_one_that_is_cut_short_ends(tmp_pat
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: called.append("start"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: called.append("stop"))
     for steps in (range(1, 4), range(5, 7), range(7, 9)):
-        capture = Capture(ProfileConfig("xprof", 5, 7), tmp_path, say=said.append)
+        capture = ProfileCapture(ProfileConfig("xprof", 5, 7), tmp_path, say=said.append)
         for step in steps:
-            capture.before(step, 0)
-            capture.after(step, 0, str)
+            capture.before_step(step, 0)
+            capture.after_step(step, 0, str)
         capture.finish(steps[-1], 0, str)
     assert called == ["start", "stop"]
     assert [line.partition(" in ")[0].partition(":")[0] for line in said] == [
@@ -242,7 +249,7 @@ def test_what_cuda_refuses_is_said(code, told, tmp_path, monkeypatch):
     runtime = SimpleNamespace(**calls, cudaGetErrorString=text)
     monkeypatch.setattr(ctypes, "CDLL", lambda library: runtime)
     said = []
-    capture = Capture(ProfileConfig("nsys", 1, 1), tmp_path, say=said.append)
-    capture.before(1, None)
-    capture.after(1, None, lambda: "")
+    capture = ProfileCapture(ProfileConfig("nsys", 1, 1), tmp_path, say=said.append)
+    capture.before_step(1, None)
+    capture.after_step(1, None, lambda: "")
     assert said[1:] == told  # behind the command to record with

@@ -13,17 +13,11 @@ from jax.sharding import PartitionSpec as P
 from step_traffic import Traffic, traffic
 
 from halfbyte import devices, ops
-from halfbyte.program import (
-    Unreadable,
-    category,
-    collectives,
-    gemms,
-    read,
-)
+from halfbyte.hlo import HloParseError, find_collectives, find_gemms, op_category, parse_hlo
 
 
 def compiled(fn, *arguments):
-    return read(jax.jit(fn).lower(*arguments).compile().as_text())
+    return parse_hlo(jax.jit(fn).lower(*arguments).compile().as_text())
 
 
 def nested(x, w):
@@ -41,13 +35,13 @@ def nested(x, w):
 @pytest.mark.slow
 def test_flops_of_nested_loops_on_the_cpu():
     program = compiled(nested, shape(32, 64), shape(64, 64))
-    assert sum(gemm.flops for gemm in gemms(program)) == (3 * (1 + 5) + 1) * 2 * 32 * 64 * 64
+    assert sum(gemm.flops for gemm in find_gemms(program)) == (3 * (1 + 5) + 1) * 2 * 32 * 64 * 64
 
 
 def test_a_batched_product_contracts_what_it_says():
     program = compiled(lambda a, b: jnp.einsum("bmk,bkn->bmn", a, b), shape(3, 32, 64), shape(3, 64, 128))
-    (gemm,) = gemms(program)
-    assert (gemm.k, gemm.flops, gemm.times) == (64, 2 * 3 * 32 * 64 * 128, 1)
+    (gemm,) = find_gemms(program)
+    assert (gemm.k, gemm.flops, gemm.execution_count) == (64, 2 * 3 * 32 * 64 * 128, 1)
 
 
 def test_a_loop_of_unknown_length_is_an_error():
@@ -55,15 +49,15 @@ def test_a_loop_of_unknown_length_is_an_error():
         return lax.fori_loop(0, n, lambda _, y: jnp.sin(y @ w), x)
 
     program = compiled(some, shape(32, 64), shape(64, 64), shape(dtype=jnp.int32))
-    with pytest.raises(Unreadable, match="no known trip count"):
-        gemms(program)
+    with pytest.raises(HloParseError, match="no known trip count"):
+        find_gemms(program)
 
 
 def test_a_call_that_nobody_knows_is_an_error():
     text = jax.jit(lambda x: jnp.sin(x)).lower(shape(8)).compile().as_text()
     strange = '  %strange = f32[8]{0} custom-call(), custom_call_target="their_gemm"\n  ROOT'
-    with pytest.raises(Unreadable, match="their_gemm.*say in halfbyte/program/gemms.py whether it multiplies"):
-        gemms(read(text[: text.index("ENTRY")] + text[text.index("ENTRY") :].replace("  ROOT", strange, 1)))
+    with pytest.raises(HloParseError, match="their_gemm.*say in halfbyte/hlo/gemm_ops.py whether it multiplies"):
+        find_gemms(parse_hlo(text[: text.index("ENTRY")] + text[text.index("ENTRY") :].replace("  ROOT", strange, 1)))
 
 
 def cpu_mesh(**sizes):
@@ -85,10 +79,18 @@ def test_collectives_have_bytes_and_axes():
         shape(64, 128, sharding=place(P("fsdp", None))),
         shape(32, 16, sharding=place(P("fsdp", None))),
     )
-    found = {(each.kind, each.axes): each for each in collectives(compiled(fn, *arguments), sizes)}
+    found = {(each.kind, each.axes): each for each in find_collectives(compiled(fn, *arguments), sizes)}
     gather, reduce = found["all-gather", ("fsdp",)], found["all-reduce", ("fsdp",)]
-    assert (gather.group, gather.moved, gather.wire_each) == (4, 64 * 128 * 4, 64 * 128 * 4 * 3 / 4)
-    assert (reduce.group, reduce.moved, reduce.wire_each) == (4, 64 * 16 * 4, 2 * 64 * 16 * 4 * 3 / 4)
+    assert (gather.group_size, gather.array_bytes, gather.wire_bytes_per_call) == (
+        4,
+        64 * 128 * 4,
+        64 * 128 * 4 * 3 / 4,
+    )
+    assert (reduce.group_size, reduce.array_bytes, reduce.wire_bytes_per_call) == (
+        4,
+        64 * 16 * 4,
+        2 * 64 * 16 * 4 * 3 / 4,
+    )
 
 
 @pytest.mark.slow
@@ -102,9 +104,9 @@ def test_a_collective_in_a_loop_counts_its_turns():
         return lax.scan(turn, x, None, length=6)[0]
 
     fn = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    found = collectives(compiled(fn, shape(128)), sizes)
-    assert [(each.axes, each.group) for each in found] == [(("data", "tensor"), 8)] * len(found)
-    assert sum(each.moved for each in found) == 6 * 128 * 4
+    found = find_collectives(compiled(fn, shape(128)), sizes)
+    assert [(each.axes, each.group_size) for each in found] == [(("data", "tensor"), 8)] * len(found)
+    assert sum(each.array_bytes for each in found) == 6 * 128 * 4
 
 
 def test_elementwise_traffic_is_operands_and_results():
@@ -123,11 +125,11 @@ def test_of_a_stack_the_slices_are_moved():
 
 @pytest.mark.cuda_compiler
 def test_flops_on_an_h200_with_a_peeled_or_whole_loop():
-    target = devices.topology(devices.device("h200"), hosts=1, per_host=1)
+    target = devices.topology(devices.device_by_name("h200"), hosts=1, per_host=1)
     mesh, _ = mesh_of(np.array(target.devices))
     place = NamedSharding(mesh, P())
     arguments = shape(512, 1024, dtype=BF16, sharding=place), shape(1024, 1024, dtype=BF16, sharding=place)
-    with ops.compile_for(devices.device("h200")):
+    with ops.compile_for(devices.device_by_name("h200")):
         program = compiled(nested, *arguments)
-    assert sum(gemm.flops for gemm in gemms(program)) == 19 * 2 * 512 * 1024 * 1024
-    assert {category(program, gemm.instruction) for gemm in gemms(program)} == {"gemm"}
+    assert sum(gemm.flops for gemm in find_gemms(program)) == 19 * 2 * 512 * 1024 * 1024
+    assert {op_category(program, gemm.instruction) for gemm in find_gemms(program)} == {"gemm"}

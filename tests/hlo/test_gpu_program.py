@@ -5,14 +5,14 @@ from gpu_program import TEXT
 from overlaps import overlap
 from step_traffic import Traffic, flops_by_kind, traffic_of_launches
 
-from halfbyte.program import (
-    Unreadable,
-    attention,
-    category,
-    collectives,
-    gemms,
-    move_of,
-    read,
+from halfbyte.hlo import (
+    HloParseError,
+    data_movement_kind,
+    find_attention_calls,
+    find_collectives,
+    find_gemms,
+    op_category,
+    parse_hlo,
 )
 
 EACH = 2 * 64 * 128 * 256
@@ -21,16 +21,16 @@ MESH = {"data": 1, "fsdp": 8, "context": 1, "tensor": 1}
 
 @pytest.fixture(scope="module")
 def program():
-    return read(TEXT)
+    return parse_hlo(TEXT)
 
 
 def test_flops_by_kind(program):
     once = dict.fromkeys(("block-scaled", "cublas-f8", "cublas", "mosaic"), EACH)
-    assert flops_by_kind(gemms(program)) == {**once, "triton": 3 * 2 * EACH}
+    assert flops_by_kind(find_gemms(program)) == {**once, "triton": 3 * 2 * EACH}
 
 
 def test_what_the_hardware_multiplies(program):
-    found = {gemm.instruction.name: gemm.format for gemm in gemms(program)}
+    found = {gemm.instruction.name: gemm.format for gemm in find_gemms(program)}
     bf16 = dict.fromkeys(("plain", "own", "gemm_fusion.1", "after"), "bf16")
     assert found == {"fp4": "fp4", "f8": "fp8", **bf16}
 
@@ -48,18 +48,18 @@ def test_what_the_hardware_multiplies(program):
 )  # fmt: skip
 def test_a_gemm_that_cannot_be_placed_is_an_error(old, new, match):
     assert old in TEXT
-    with pytest.raises(Unreadable, match=match):
-        gemms(read(TEXT.replace(old, new)))
+    with pytest.raises(HloParseError, match=match):
+        find_gemms(parse_hlo(TEXT.replace(old, new)))
 
 
 def test_collectives(program):
-    found = {each.instruction.name: each for each in collectives(program, MESH)}
+    found = {each.instruction.name: each for each in find_collectives(program, MESH)}
     gather, waiting, scatter = (found[name] for name in ("ag.start", "ag2.start", "rs.start"))
-    assert (gather.kind, gather.times, gather.asynchronous) == ("all-gather", 3, True)
-    assert (gather.axes, gather.moved_each, gather.dtypes) == (("fsdp",), 8 * 64 * 128 * 2, ("bf16",))
+    assert (gather.kind, gather.execution_count, gather.asynchronous) == ("all-gather", 3, True)
+    assert (gather.axes, gather.array_bytes_per_call, gather.dtypes) == (("fsdp",), 8 * 64 * 128 * 2, ("bf16",))
     assert not waiting.asynchronous
     assert (scatter.kind, scatter.asynchronous) == ("reduce-scatter", True)
-    assert (scatter.moved, scatter.wire_each) == (512 * 64 * 4, 512 * 64 * 4 * 7 / 8)
+    assert (scatter.array_bytes, scatter.wire_bytes_per_call) == (512 * 64 * 4, 512 * 64 * 4 * 7 / 8)
 
 
 def test_overlap_counts_what_runs_between_start_and_done(program):
@@ -70,14 +70,14 @@ def test_overlap_counts_what_runs_between_start_and_done(program):
 
 
 def test_attention(program):
-    (found,) = attention(program)
+    (found,) = find_attention_calls(program)
     assert found.flops == 2 * 2 * 2 * 8 * 64 * 64 * 32 // 2  # two products, half of each
     beside = {each.collective.instruction.name: each.attention for each in overlap(program, MESH)}
     assert beside["rs.start"] == (found,) and not beside["ag.start"]
     whole = TEXT.replace("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward").replace("CAUSAL", "NO_MASK")
-    assert attention(read(whole))[0].flops == 5 * 2 * 2 * 8 * 64 * 64 * 32
-    with pytest.raises(Unreadable, match="fmha .* does not say the shape of its scores"):
-        attention(read(TEXT.replace("mask_type", "mask")))
+    assert find_attention_calls(parse_hlo(whole))[0].flops == 5 * 2 * 2 * 8 * 64 * 64 * 32
+    with pytest.raises(HloParseError, match="fmha .* does not say the shape of its scores"):
+        find_attention_calls(parse_hlo(TEXT.replace("mask_type", "mask")))
 
 
 ALONE = """  %alone.start = (bf16[64,128]{1,0}, bf16[64,128]{1,0}) all-gather-start(%a), channel_id=9, replica_groups=GROUPS, dimensions={0}
@@ -89,7 +89,7 @@ ALONE = """  %alone.start = (bf16[64,128]{1,0}, bf16[64,128]{1,0}) all-gather-st
 @pytest.mark.parametrize("groups", ["{{0},{1},{2},{3},{4},{5},{6},{7}}", "[8,1]<=[8]", "mesh['axis_0'=8] {}"])
 def test_a_group_of_one_device_is_no_collective(groups, program):
     text = TEXT.replace("  %rs.start", ALONE.replace("GROUPS", groups) + "  %rs.start")
-    assert len(collectives(read(text), MESH)) == len(collectives(program, MESH)) > 0
+    assert len(find_collectives(parse_hlo(text), MESH)) == len(find_collectives(program, MESH)) > 0
 
 
 def test_traffic(program):
@@ -116,7 +116,7 @@ ENTRY %main (g: bf16[2,16,3,16], at: s32[1], stack: bf16[5,2,16,3,16]) -> s32[2,
 
 
 def test_of_a_loop_s_stack_a_kernel_has_one_layer():
-    found = {launch.instruction.name: each for launch, each in traffic_of_launches(read(IN_STACKS))}
+    found = {launch.instruction.name: each for launch, each in traffic_of_launches(parse_hlo(IN_STACKS))}
     layer = 2 * 16 * 3 * 16 * 2
     assert found["write"] == Traffic(layer + 4, 8 + layer, 1)  # the stack is written in place, and not read
     assert found["read"] == Traffic(2 * layer + 4, 8, 1)
@@ -163,16 +163,16 @@ ENTRY %main (stack: bf16[5,16,3], rows: f32[5,16], at: s32[], numbers: s32[1]) -
 
 
 def test_of_a_stack_a_kernel_without_tiles_reads_one_layer():
-    found = {launch.instruction.name: each for launch, each in traffic_of_launches(read(WITHOUT_TILES))}
+    found = {launch.instruction.name: each for launch, each in traffic_of_launches(parse_hlo(WITHOUT_TILES))}
     layer = 16 * 3 * 2
     assert found["pass"] == Traffic(2 * layer + 4, layer, 1)
     assert found["gemm"] == Traffic(5 * layer + 5 * 16 * 4, 16 * 16 * 2, 1)  # what has tiles reads whole arrays
 
 
 def test_a_slice_whose_place_is_computed_is_a_move_and_a_sum_of_one_is_not():
-    step = read(WITHOUT_TILES)
-    assert move_of(step, step.instructions["slice"]) == "slice"
-    assert move_of(step, step.instructions["top"]) is None
+    step = parse_hlo(WITHOUT_TILES)
+    assert data_movement_kind(step, step.instructions["slice"]) == "slice"
+    assert data_movement_kind(step, step.instructions["top"]) is None
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_a_slice_whose_place_is_computed_is_a_move_and_a_sum_of_one_is_not():
     ],
 )  # fmt: skip
 def test_categories(program, name, expected):
-    assert category(program, program.instructions[name]) == expected
+    assert op_category(program, program.instructions[name]) == expected
 
 
 def test_an_unscheduled_program_says_nothing_of_overlap():
-    with pytest.raises(Unreadable, match="not scheduled"):
-        overlap(read(TEXT.replace("is_scheduled=true", "is_scheduled=false")), MESH)
+    with pytest.raises(HloParseError, match="not scheduled"):
+        overlap(parse_hlo(TEXT.replace("is_scheduled=true", "is_scheduled=false")), MESH)

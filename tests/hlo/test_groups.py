@@ -2,7 +2,9 @@
 
 import pytest
 
-from halfbyte.program import Unreadable, axes_of, read_groups
+from halfbyte.hlo import HloParseError, mesh_axes_of_groups, parse_replica_groups
+from halfbyte.hlo.collective_ops import Collective
+from halfbyte.hlo.hlo_text import HloArray
 
 MESH = {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}  # device = 4 data + 2 fsdp + tensor
 
@@ -25,25 +27,38 @@ MESH = {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}  # device = 4 data + 2 
     ],
 )
 def test_groups_and_their_axes(text, groups, axes):
-    found = read_groups(f", channel_id=1, replica_groups={text}, dimensions={{0}}")
+    found = parse_replica_groups(f", channel_id=1, replica_groups={text}, dimensions={{0}}")
     assert found is not None
     assert sorted(map(sorted, found)) == sorted(map(list, groups))
-    assert axes_of(found, MESH) == axes
+    assert mesh_axes_of_groups(found, MESH) == axes
 
 
 def test_a_permutation_joins_the_devices_it_links():
-    found = read_groups("source_target_pairs={{0,2},{2,0},{1,3},{3,1},{4,6},{6,4},{5,7},{7,5}}")
-    assert found is not None and axes_of(found, MESH) == ("fsdp",)
+    found = parse_replica_groups("source_target_pairs={{0,2},{2,0},{1,3},{3,1},{4,6},{6,4},{5,7},{7,5}}")
+    assert found is not None and mesh_axes_of_groups(found, MESH) == ("fsdp",)
 
 
 def test_what_is_over_no_axis_or_not_understood_is_an_error():
-    with pytest.raises(Unreadable, match="over no axes of data=2,fsdp=2,context=1,tensor=2"):
-        axes_of(((0, 3), (1, 2), (4, 7), (5, 6)), MESH)
-    with pytest.raises(Unreadable, match="cannot read the replica groups"):
-        read_groups(", replica_groups=something")
-    with pytest.raises(Unreadable, match="cannot read the order of 4 devices"):
-        read_groups(", replica_groups=mesh['a'=4], device_ids=([1,0,3]) {'a'}")
-    with pytest.raises(Unreadable, match="cannot read the devices of a mesh"):
-        read_groups(", replica_groups=mesh['a'=4], turned {'a'}")
-    assert read_groups(", replica_groups={}") is None
-    assert read_groups(", source_target_pairs={}") == ()
+    with pytest.raises(HloParseError, match="over no axes of data=2,fsdp=2,context=1,tensor=2"):
+        mesh_axes_of_groups(((0, 3), (1, 2), (4, 7), (5, 6)), MESH)
+    with pytest.raises(HloParseError, match="cannot read the replica groups"):
+        parse_replica_groups(", replica_groups=something")
+    with pytest.raises(HloParseError, match="cannot read the order of 4 devices"):
+        parse_replica_groups(", replica_groups=mesh['a'=4], device_ids=([1,0,3]) {'a'}")
+    with pytest.raises(HloParseError, match="cannot read the devices of a mesh"):
+        parse_replica_groups(", replica_groups=mesh['a'=4], turned {'a'}")
+    assert parse_replica_groups(", replica_groups={}") is None
+    assert parse_replica_groups(", source_target_pairs={}") == ()
+
+
+def test_permutation_chain_joins_all_devices_into_one_group():
+    found = parse_replica_groups("source_target_pairs={{0,1},{2,3},{0,2}}")
+    assert [sorted(group) for group in found] == [[0, 1, 2, 3]]
+
+
+def test_ragged_all_to_all_sends_the_smaller_of_its_buffers():
+    """The output buffer has room for every row of every device."""
+    sent, room = HloArray("bf16", (64, 128)), HloArray("bf16", (256, 128))
+    for arrays in ((sent, room), (room, sent)):
+        call = Collective(None, "ragged-all-to-all", arrays, 4, ("fsdp",), asynchronous=True, execution_count=1)
+        assert call.array_bytes_per_call == 64 * 128 * 2

@@ -1,9 +1,11 @@
 """How long launches take by a roofline. Oracle: seconds counted by hand; a GEMM and a gather last one second each."""
 
+import dataclasses
+
 import pytest
 from gpu_program import TEXT
 
-from halfbyte.program import Roofline, as_profile, costs, launches, read
+from halfbyte.hlo import Roofline, execution_counts, instruction_costs_us, parse_hlo, to_profile_proto
 
 START = (
     "(bf16[64,128]{1,0}, bf16[512,128]{1,0}) all-gather-start(%a), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
@@ -19,7 +21,7 @@ def program(*schedule):
         **{f"dot{i}": f"%dot.{i} = {DOT}" for i in (1, 2)},
     }
     body = "\n".join(f"  {lines[name]}" for name in schedule)
-    return read(f"""HloModule jit_step, is_scheduled=true
+    return parse_hlo(f"""HloModule jit_step, is_scheduled=true
 
 ENTRY %main (a: bf16[64,128], x: bf16[512,512]) -> bf16[512,512] {{
   %a = bf16[64,128]{{1,0}} parameter(0)
@@ -30,24 +32,52 @@ ENTRY %main (a: bf16[64,128], x: bf16[512,512]) -> bf16[512,512] {{
 """)
 
 
-ROOFLINE = Roofline(gemm={"bf16": FLOPS}, attention=(1e9, 1e9), memory=1e6, link=BYTES, network=BYTES, domain=8)
+ROOFLINE = Roofline(
+    gemm={"bf16": FLOPS},
+    attention=(1e9, 1e9),
+    memory=1e6,
+    nvlink_bandwidth=BYTES,
+    network_bandwidth=BYTES,
+    nvlink_domain_size=8,
+)
 
 
 def test_every_launch_has_its_time():
-    found = costs(program("g1", "dot1", "d1"), {"fsdp": 8}, ROOFLINE)
+    found = instruction_costs_us(program("g1", "dot1", "d1"), {"fsdp": 8}, ROOFLINE)
     assert found["dot.1"] == pytest.approx(1e6)  # microseconds
     assert found["g1"] == pytest.approx(1e6, abs=20)  # and what a collective takes at least
     assert found["out"] == pytest.approx(2 * 512 * 512 * 2)  # a copy, read and written at 1 MB/s
     assert found.keys() == {"g1", "dot.1", "out"}
-    assert as_profile({"a.1": 2.5}) == 'costs { name: "a.1" cost_us: 2.5 }\n'
+    assert to_profile_proto({"a.1": 2.5}) == 'costs { name: "a.1" cost_us: 2.5 }\n'
 
 
-@pytest.mark.parametrize("domain, seconds", [(8, 1.0), (4, 8 / 7 / 2 / 4 * 10), (1, 10.0)])
+@pytest.mark.parametrize("domain, seconds", [(8, 1.0), (4, 10 / 4), (1, 10.0)])
 def test_what_leaves_a_domain_takes_the_network(domain, seconds):
-    """At a tenth of the link; half of what is gathered over two domains of four leaves each, through four cards."""
-    slow = Roofline({"bf16": FLOPS}, (1e9, 1e9), 1e6, link=BYTES, network=BYTES / 10, domain=domain)
-    found = costs(program("g1", "dot1", "d1"), {"fsdp": 8}, slow)
+    """At a tenth of the link; what a ring over two domains of four carries leaves each through four cards."""
+    slow = Roofline(
+        {"bf16": FLOPS},
+        (1e9, 1e9),
+        1e6,
+        nvlink_bandwidth=BYTES,
+        network_bandwidth=BYTES / 10,
+        nvlink_domain_size=domain,
+    )
+    found = instruction_costs_us(program("g1", "dot1", "d1"), {"fsdp": 8}, slow)
     assert found["g1"] == pytest.approx(1e6 * max(seconds, 1.0), abs=50)
+
+
+def test_all_to_all_sends_own_rows_through_own_card():
+    """64 x 128 bf16 per device, two domains of four: half of the rows, 8 KB, take one second of a card of 8 KB/s."""
+    rows = "bf16[64,128]{1,0} all-to-all(%a), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+    made = parse_hlo(f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: bf16[64,128]) -> bf16[64,128] {{
+  %a = bf16[64,128]{{1,0}} parameter(0)
+  ROOT %swap = {rows}
+}}
+""")
+    slow = dataclasses.replace(ROOFLINE, network_bandwidth=64 * 128 * 2 / 2, nvlink_domain_size=4)
+    assert instruction_costs_us(made, {"expert": 8}, slow)["swap"] == pytest.approx(1e6, abs=50)
 
 
 PAIRS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}"
@@ -63,7 +93,7 @@ def test_weights_have_the_link_after_what_a_layer_waits_for():
 
     def gather(*schedule, data=1):
         body = "\n".join(f"  %{name} = {text}" for name, text in schedule)
-        made = read(f"""HloModule jit_step, is_scheduled=true
+        made = parse_hlo(f"""HloModule jit_step, is_scheduled=true
 
 %add (p: bf16[], q: bf16[]) -> bf16[] {{
   %p = bf16[] parameter(0)
@@ -79,7 +109,7 @@ ENTRY %main (a: bf16[64,128], b: bf16[128,128]) -> bf16[64,128] {{
 }}
 """)
         link = 64 * 128 * 2  # what a device sends of the sum; of the gather three times as much
-        return costs(
+        return instruction_costs_us(
             made,
             {"data": data, "fsdp": 4 // data, "tensor": 2},
             Roofline({"bf16": 1.0}, (1.0, 1.0), 1e6, link, link, 8),
@@ -104,7 +134,7 @@ def test_gradients_scattered_in_their_own_turn_have_the_rest_of_it():
     over, turns = "replica_groups={{0,1}}", 'backend_config={"known_trip_count":{"n":"4"}}'
 
     def times(scattered, beside=""):
-        made = read(f"""HloModule jit_step, is_scheduled=true
+        made = parse_hlo(f"""HloModule jit_step, is_scheduled=true
 
 %add (p: bf16[], q: bf16[]) -> bf16[] {{
   %p = bf16[] parameter(0)
@@ -149,7 +179,7 @@ ENTRY %main (a: bf16[128,128]) -> bf16[128,128] {{
 }}
 """)
         link = 64 * 128 * 2
-        found = costs(made, {"fsdp": 2}, Roofline({"bf16": 1.0}, (1.0, 1.0), 1e6, link, link, 8))
+        found = instruction_costs_us(made, {"fsdp": 2}, Roofline({"bf16": 1.0}, (1.0, 1.0), 1e6, link, link, 8))
         return [round(found[name] / 1e6, 3) for name in ("s", "g", "late")]
 
     assert times("made") == [3.0, 3.0, 1.0]
@@ -163,9 +193,9 @@ ENTRY %main (a: bf16[128,128]) -> bf16[128,128] {{
 
 
 def test_a_program_of_every_kind_is_told_whole():
-    made = read(TEXT)
-    names = {each.instruction.name for each in launches(made)}
-    found = costs(made, {"fsdp": 8}, ROOFLINE)
+    made = parse_hlo(TEXT)
+    names = {each.instruction.name for each in execution_counts(made)}
+    found = instruction_costs_us(made, {"fsdp": 8}, ROOFLINE)
     waits = {name for name in names if made.instructions[name].opcode.endswith("-done")}
     inside = {"inner-scatter"}  # of the async pair that starts it, which is what is scheduled
     assert names - waits - inside <= found.keys() and min(found.values()) >= 2.0

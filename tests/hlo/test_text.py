@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfbyte.program import Array, Source, Unreadable, gemms, launches, read
+from halfbyte.hlo import HloArray, HloParseError, SourceLine, execution_counts, find_gemms, parse_hlo
 
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
@@ -46,14 +46,14 @@ ENTRY %main (a: f32[8], b: f4e2m1fn[3,5]) -> f32[8] {
   %zero = s32[] constant(0)
   %start = (s32[], f32[8]{0}) tuple(%zero, %a)
   %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"7"}}
-  ROOT %kernel = f32[8]{0} custom-call(f32[8]{0} %a, %b), custom_call_target="triton_kernel_call", metadata={op_name="jit(step)/k" source_file="/x/halfbyte/formats/quantize.py" source_line=12}, backend_config={name = "a ) b", calls=%nothing}
+  ROOT %kernel = f32[8]{0} custom-call(f32[8]{0} %a, %b), custom_call_target="triton_kernel_call", metadata={op_name="jit(step)/k" source_file="/x/halfbyte/formats/qtensor.py" source_line=12}, backend_config={name = "a ) b", calls=%nothing}
 }
 """  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def program():
-    return read(TEXT)
+    return parse_hlo(TEXT)
 
 
 def test_computations_and_their_order(program):
@@ -65,23 +65,25 @@ def test_computations_and_their_order(program):
 
 def test_types_operands_and_calls(program):
     loop, kernel = program.instructions["loop"], program.instructions["kernel"]
-    assert loop.results == (Array("s32", ()), Array("f32", (8,)))
-    assert (loop.opcode, loop.operands, set(loop.calls), loop.trips) == ("while", ("start",), {"condition", "body"}, 7)
-    assert (kernel.target, kernel.operands, kernel.calls, kernel.root) == ("triton_kernel_call", ("a", "b"), (), True)
-    assert program.operand_arrays(kernel) == [Array("f32", (8,)), Array("f4e2m1fn", (3, 5))]
+    assert loop.results == (HloArray("s32", ()), HloArray("f32", (8,)))
+    assert (loop.opcode, loop.operands, loop.known_trip_count) == ("while", ("start",), 7)
+    assert set(loop.called_computations) == {"condition", "body"}
+    assert (kernel.custom_call_target, kernel.operands) == ("triton_kernel_call", ("a", "b"))
+    assert kernel.called_computations == () and kernel.root
+    assert program.operand_arrays(kernel) == [HloArray("f32", (8,)), HloArray("f4e2m1fn", (3, 5))]
     assert program.instructions["b"].results[0].bytes == 8  # 15 elements of 4 bits
 
 
 def test_sources_are_the_innermost_line_of_ours(program):
-    assert program.instructions["sine"].source == Source("ops/norm.py", 10, "rms_norm")
-    assert program.instructions["kernel"].source == Source("formats/quantize.py", 12)
+    assert program.instructions["sine"].source == SourceLine("ops/norm.py", 10, "rms_norm")
+    assert program.instructions["kernel"].source == SourceLine("formats/qtensor.py", 12)
     assert "jit(step)/while/body/sin" in program.instructions["sine"].origin
 
 
 def test_a_loop_is_walked_as_often_as_it_turns(program):
-    found = {launch.instruction.name: launch for launch in launches(program)}
+    found = {launch.instruction.name: launch for launch in execution_counts(program)}
     assert set(found) == {"sine", "kernel"}
-    assert (found["sine"].times, found["kernel"].times) == (7, 1)
+    assert (found["sine"].execution_count, found["kernel"].execution_count) == (7, 1)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +96,14 @@ def test_a_loop_is_walked_as_often_as_it_turns(program):
     ],
 )
 def test_what_cannot_be_read_is_an_error(old, new, match):
-    with pytest.raises(Unreadable, match=match):
-        list(launches(read(TEXT.replace(old, new))))
+    with pytest.raises(HloParseError, match=match):
+        list(execution_counts(parse_hlo(TEXT.replace(old, new))))
 
 
 def test_turns_that_nobody_knows_matter_only_around_what_is_counted():
-    unknown = read(TEXT.replace('"known_trip_count":{"n":"7"}', '"n":0'))
-    assert gemms(unknown) == []
-    found = [launch.instruction.name for launch in launches(unknown, matters=lambda part: part.opcode == "dot")]
+    unknown = parse_hlo(TEXT.replace('"known_trip_count":{"n":"7"}', '"n":0'))
+    assert find_gemms(unknown) == []
+    found = [launch.instruction.name for launch in execution_counts(unknown, matters=lambda part: part.opcode == "dot")]
     assert found == ["kernel"]
 
 
@@ -116,10 +118,13 @@ def test_a_branch_is_an_error_if_both_sides_do_something(sides):
     lazy = side.format("one", "bitcast(%pone)") + side.format("two", "sine(%ptwo)")
     busy = side.format("one", "cosine(%pone)") + side.format("two", "sine(%ptwo)")
     text = TEXT.replace("  %zero = s32[]", branch + "  %zero = s32[]")
-    found = {launch.instruction.name for launch in launches(read(text.replace("ENTRY", lazy + "ENTRY")))}
+    found = {launch.instruction.name for launch in execution_counts(parse_hlo(text.replace("ENTRY", lazy + "ENTRY")))}
     assert "rtwo" in found
-    both = read(text.replace("ENTRY", busy + "ENTRY"))
-    with pytest.raises(Unreadable, match="the branch b2 .*either of 2"):
-        list(launches(both))
-    found = {launch.instruction.name for launch in launches(both, branches=lambda _, found: found.calls[:1])}
+    both = parse_hlo(text.replace("ENTRY", busy + "ENTRY"))
+    with pytest.raises(HloParseError, match="the branch b2 .*either of 2"):
+        list(execution_counts(both))
+    found = {
+        launch.instruction.name
+        for launch in execution_counts(both, branches=lambda _, found: found.called_computations[:1])
+    }
     assert "rone" in found and "rtwo" not in found

@@ -4,7 +4,7 @@ turns, FLOPs, bytes and axes counted by hand.
 
 import pytest
 
-from halfbyte.program import Unreadable, bytes_of, collectives, gemms, launches, read
+from halfbyte.hlo import HloParseError, execution_counts, find_collectives, find_gemms, instruction_bytes, parse_hlo
 
 STEP = """HloModule jit_step, is_scheduled=true
 
@@ -64,11 +64,10 @@ ENTRY %main (s: f32[8,64], x: bf16[32,32], v: f32[64]) -> f32[8,64] {
 MESH = {"data": 1, "fsdp": 2, "context": 4, "tensor": 1}
 
 
-def step(start=0, limit=3, by=1, direction="LT"):
-    text = STEP
+def step(start=0, limit=3, by=1, direction="LT", text=STEP):
     for name, value in {"START": start, "LIMIT": limit, "BY": by, "DIRECTION": direction}.items():
         text = text.replace(f"({name})", f"({value})").replace(f"={name}", f"={value}")
-    return read(text)
+    return parse_hlo(text)
 
 
 @pytest.mark.parametrize(
@@ -76,31 +75,53 @@ def step(start=0, limit=3, by=1, direction="LT"):
     [(0, 3, 1, "LT", 3), (1, 4, 1, "LT", 3), (0, 4, 1, "LE", 5), (0, 7, 2, "LT", 4), (5, 3, 1, "LT", 0)],
 )  # fmt: skip
 def test_turns_are_those_of_the_counter(start, limit, by, direction, turns):
-    (gemm,) = gemms(step(start, limit, by, direction))
-    assert (gemm.times, gemm.flops) == (turns, turns * 2 * 32**3)
+    (gemm,) = find_gemms(step(start, limit, by, direction))
+    assert (gemm.execution_count, gemm.flops) == (turns, turns * 2 * 32**3)
 
 
 @pytest.mark.parametrize(
     "changed", [{"by": 0}, {"by": -1}, {"direction": "GT"}, {"direction": "NE"}, {"limit": "{ 1, 2 }"}]
 )
 def test_a_loop_without_a_counter_that_can_be_followed_is_an_error(changed):
-    with pytest.raises(Unreadable, match="no known trip count"):
-        list(launches(step(**changed)))
+    with pytest.raises(HloParseError, match="no known trip count"):
+        list(execution_counts(step(**changed)))
 
 
 def test_a_stated_count_comes_first():
     stated = STEP.replace('"known_induction', '"known_trip_count":{"n":"9"},"known_induction')
-    (gemm,) = gemms(read(stated))
-    assert gemm.times == 9
+    (gemm,) = find_gemms(parse_hlo(stated))
+    assert gemm.execution_count == 9
 
 
 def test_a_permutation_within_an_axis_is_along_it():
-    (sent,) = collectives(step(), MESH)
-    assert (sent.axes, sent.times, sent.asynchronous, sent.wire_each) == (("context",), 3, True, 2 * 32 * 32)
-    (crossing,) = collectives(step(), {"data": 1, "fsdp": 4, "context": 2, "tensor": 1})
+    (sent,) = find_collectives(step(), MESH)
+    assert (sent.axes, sent.execution_count, sent.asynchronous, sent.wire_bytes_per_call) == (
+        ("context",),
+        3,
+        True,
+        2 * 32 * 32,
+    )
+    (crossing,) = find_collectives(step(), {"data": 1, "fsdp": 4, "context": 2, "tensor": 1})
     assert crossing.axes == ("fsdp", "context")
 
 
 def test_what_is_updated_in_place_moves_its_part():
     program = step()
-    assert bytes_of(program, program.instructions["kept"]) == (4 * 64 + 4, 4 * 64)
+    assert instruction_bytes(program, program.instructions["kept"]) == (4 * 64 + 4, 4 * 64)
+
+
+def test_trip_count_of_a_condition_that_adds_to_the_counter():
+    """The loop ends when i + 2 < 7 is false: five iterations from 0."""
+    text = STEP.replace("compare(%l0, %limit)", "compare(%ahead, %limit)").replace(
+        "  %limit = s32[]", "  %two = s32[] constant(2)\n  %ahead = s32[] add(%l0, %two)\n  %limit = s32[]"
+    )
+    (gemm,) = find_gemms(step(limit=7, text=text))
+    assert gemm.execution_count == 5
+
+
+def test_array_written_into_itself_is_read_whole():
+    """The update is the array itself: what is written in place is also read."""
+    text = STEP.replace("dynamic-update-slice(%u0, %row, %u1, %none)", "dynamic-update-slice(%u0, %u0, %u1, %none)")
+    program = step(text=text)
+    read, _ = instruction_bytes(program, program.instructions["kept"])
+    assert read >= 8 * 64 * 4

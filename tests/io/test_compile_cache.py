@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.inputs import compile_cache
+from halfbyte.io import disk_cache
 
 PROGRAM = """
 import sys, jax, jax.numpy as jnp
-from halfbyte.inputs.compile_cache import use_compile_cache
+from halfbyte.io.disk_cache import enable_compile_cache as use_compile_cache
 use_compile_cache(sys.argv[1])
 x = jnp.arange(64.0).reshape(8, 8)
 print(float(jax.jit(lambda x: jnp.tanh(x @ x.T / 1e3).sum())(x)))
@@ -45,6 +45,6 @@ def test_programs_are_kept_and_what_is_no_program_is_compiled_again(tmp_path):
 def test_a_directory_that_others_can_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(ValueError, match=r"other users can write there.*chmod go-w"):
-        compile_cache.check_private(tmp_path)
+        disk_cache.check_private(tmp_path)
     tmp_path.chmod(0o755)
-    compile_cache.check_private(Path(tmp_path))
+    disk_cache.check_private(Path(tmp_path))

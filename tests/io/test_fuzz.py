@@ -13,19 +13,19 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from halfbyte.checkpoint.record import CheckpointMismatch, DamagedCheckpoint, Record
-from halfbyte.cli.base_config import config_over
+from halfbyte.checkpoint.checkpoint_record import CheckpointRecord, CheckpointStructureError, CorruptCheckpointError
+from halfbyte.cli.flag_parsing import config_from_file
 from halfbyte.data import open_dataset, prepare
-from halfbyte.data.compression import decompressed
+from halfbyte.data.compression import decompress_blocks
 from halfbyte.data.dataset import parse_mixture
-from halfbyte.data.files import find_files
-from halfbyte.data.manifest import checksum, read_manifest
+from halfbyte.data.dataset_manifest import manifest_digest, read_manifest
+from halfbyte.data.text_files import find_files
 from halfbyte.data.tokenizer import Tokenizer, bpe_size, byte_tokenizer
-from halfbyte.metrics import read_rows
-from halfbyte.recipe import policy, recipe
-from halfbyte.runs import names, run_config
-from halfbyte.sharding import parse_mesh
-from halfbyte.train import TrainConfig, jsonconfig
+from halfbyte.distributed import parse_mesh
+from halfbyte.io import dataclass_json
+from halfbyte.recipes import policy, recipe
+from halfbyte.train import TrainConfig, read_rows
+from halfbyte.train.run_presets import run_config, run_names
 
 MOST_MEMORY_MIB = 512
 fire = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -84,10 +84,10 @@ def mutated(tree, draw):
 @more_fire
 @given(st.data())
 def test_configs(data):
-    base = jsonconfig.to_dict(run_config(data.draw(st.sampled_from(names()))))
+    base = dataclass_json.to_dict(run_config(data.draw(st.sampled_from(run_names()))))
     with contextlib.suppress(ValueError):
-        made = jsonconfig.from_dict(TrainConfig, mutated(base, data.draw))
-        assert jsonconfig.from_dict(TrainConfig, jsonconfig.to_dict(made)) == made
+        made = dataclass_json.from_dict(TrainConfig, mutated(base, data.draw))
+        assert dataclass_json.from_dict(TrainConfig, dataclass_json.to_dict(made)) == made
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_config_files(content, tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "config.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="."):
-        config_over("", path)
+        config_from_file("", path)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_manifests(data, prepared, tmp_path_factory):
         (folder / file.name).symlink_to(file)
     (folder / "manifest.json").unlink()
     try:
-        text = json.dumps({**wrong, "checksum": checksum(wrong)}, ensure_ascii=False).encode("utf-8")
+        text = json.dumps({**wrong, "checksum": manifest_digest(wrong)}, ensure_ascii=False).encode("utf-8")
     except (UnicodeEncodeError, ValueError):
         assume(False)
     (folder / "manifest.json").write_bytes(text)
@@ -132,25 +132,27 @@ def test_manifests(data, prepared, tmp_path_factory):
 @given(st.data())
 def test_checkpoint_records(data):
     leaf = {"shape": [4, 2], "dtype": "float32", "checksum": [1, 2]}
-    stored = Record(12, {"params": {"a/b": leaf, "c": leaf}}, {"config": {"steps": 3}, "data": None}).to_json()
+    stored = CheckpointRecord(
+        12, {"params": {"a/b": leaf, "c": leaf}}, {"config": {"steps": 3}, "data": None}
+    ).to_json()
     body = mutated(json.loads(stored["record"]), data.draw)
     text = json.dumps(body)
-    with contextlib.suppress(DamagedCheckpoint, CheckpointMismatch):
-        Record.from_json({"record": text, "crc32": zlib.crc32(text.encode("utf-8", "surrogatepass"))})
+    with contextlib.suppress(CorruptCheckpointError, CheckpointStructureError):
+        CheckpointRecord.from_json({"record": text, "crc32": zlib.crc32(text.encode("utf-8", "surrogatepass"))})
 
 
 @fire
 @given(values, values)
 def test_checkpoint_records_of_any_shape(record, crc):
-    with pytest.raises((DamagedCheckpoint, CheckpointMismatch)):
-        Record.from_json({"record": record, "crc32": crc})
+    with pytest.raises((CorruptCheckpointError, CheckpointStructureError)):
+        CheckpointRecord.from_json({"record": record, "crc32": crc})
 
 
 @pytest.mark.slow
 def test_a_deep_checkpoint_record():
     text = "[" * 200_000
-    with pytest.raises(DamagedCheckpoint, match="levels deep"):
-        Record.from_json({"record": text, "crc32": zlib.crc32(text.encode())})
+    with pytest.raises(CorruptCheckpointError, match="levels deep"):
+        CheckpointRecord.from_json({"record": text, "crc32": zlib.crc32(text.encode())})
 
 
 TOKENIZER = json.loads(byte_tokenizer().text)
@@ -209,7 +211,7 @@ def test_compressed_bytes(content, suffix, head, tmp_path_factory):
     path = tmp_path_factory.mktemp("bytes") / f"a.txt{suffix}"
     path.write_bytes(magic * head + content)
     with contextlib.suppress(ValueError):
-        for _ in decompressed(path, name="a", unchecked=True):
+        for _ in decompress_blocks(path, name="a", unchecked=True):
             pass
 
 

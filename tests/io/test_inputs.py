@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte import inputs
-from halfbyte.inputs.reading import nesting
+from halfbyte import io
+from halfbyte.io.files import nesting_depth
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -30,29 +30,29 @@ def depth_of(value):
 @given(values)
 def test_what_json_writes_is_read_back(value):
     text = json.dumps(value)
-    assert inputs.parse_json(text, what="x") == value
-    assert nesting(text.encode()) == depth_of(value)
+    assert io.parse_json(text, what="x") == value
+    assert nesting_depth(text.encode()) == depth_of(value)
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200) | st.text(alphabet='[]{}",:\\ 01eNa', max_size=200).map(str.encode))
 def test_bytes_are_read_as_json_reads_them_or_refused(content):
-    with contextlib.suppress(inputs.UnreadableFile):  # no other error passes
-        assert inputs.parse_json(content, what="the file") == json.loads(content.decode())
+    with contextlib.suppress(io.UnreadableFile):  # no other error passes
+        assert io.parse_json(content, what="the file") == json.loads(content.decode())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"b":['])
 def test_depth_is_refused_before_it_is_parsed(opening):
-    with pytest.raises(inputs.UnreadableFile, match="levels deep"):
-        inputs.parse_json(opening * 300_000, what="x")
+    with pytest.raises(io.UnreadableFile, match="levels deep"):
+        io.parse_json(opening * 300_000, what="x")
 
 
 def test_brackets_in_strings_are_no_depth_and_a_torn_string_takes_no_time():
-    assert inputs.parse_json(json.dumps(["[" * 5000]), what="x") == ["[" * 5000]
-    with pytest.raises(inputs.UnreadableFile):
-        inputs.parse_json('"' + '\\"' * 2_000_000, what="x")  # quadratic in a naive scanner: minutes
+    assert io.parse_json(json.dumps(["[" * 5000]), what="x") == ["[" * 5000]
+    with pytest.raises(io.UnreadableFile):
+        io.parse_json('"' + '\\"' * 2_000_000, what="x")  # quadratic in a naive scanner: minutes
 
 
 @pytest.mark.parametrize(
@@ -67,64 +67,64 @@ def test_brackets_in_strings_are_no_depth_and_a_torn_string_takes_no_time():
     ],
 )
 def test_what_python_would_take_is_refused(text, words):
-    with pytest.raises(inputs.UnreadableFile, match=words):
-        inputs.parse_json(text, what="x")
+    with pytest.raises(io.UnreadableFile, match=words):
+        io.parse_json(text, what="x")
 
 
 def test_size_is_looked_at_first(tmp_path):
     (tmp_path / "big").write_bytes(b" " * 101)
-    with pytest.raises(inputs.UnreadableFile, match="more than 100 bytes"):
-        inputs.read_json(tmp_path / "big", most=100)
-    with pytest.raises(inputs.UnreadableFile, match="more than the 100"):
-        inputs.parse_json(b" " * 101, what="x", most=100)
+    with pytest.raises(io.UnreadableFile, match="more than 100 bytes"):
+        io.read_json(tmp_path / "big", most=100)
+    with pytest.raises(io.UnreadableFile, match="more than the 100"):
+        io.parse_json(b" " * 101, what="x", most=100)
 
 
 def test_a_pipe_and_a_device_are_no_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(inputs.UnreadableFile, match="not a regular file"):
-            inputs.read_bytes(path)
-    for opener, mode in ((inputs.regular, "rb"), (inputs.no_follow, "ab"), (inputs.no_follow, "a+b")):
-        with pytest.raises(inputs.UnreadableFile, match="not a regular file"):
+        with pytest.raises(io.UnreadableFile, match="not a regular file"):
+            io.read_bytes(path)
+    for opener, mode in ((io.open_regular_file, "rb"), (io.open_no_follow, "ab"), (io.open_no_follow, "a+b")):
+        with pytest.raises(io.UnreadableFile, match="not a regular file"):
             open(tmp_path / "pipe", mode, opener=opener).close()
-    with open(tmp_path / "fresh", "ab", opener=inputs.regular) as file:
+    with open(tmp_path / "fresh", "ab", opener=io.open_regular_file) as file:
         file.write(b"made where there was nothing")
-    assert inputs.read_text(tmp_path / "fresh").startswith("made")
+    assert io.read_text(tmp_path / "fresh").startswith("made")
 
 
 def test_whole_numbers_and_finite_ones():
-    inputs.check_whole("steps", 5, least=1)
+    io.check_int("steps", 5, least=1)
     for value in (0, -1, 2**31, 1.0, True, 10**4000):
         with pytest.raises(ValueError, match="steps must be"):
-            inputs.check_whole("steps", value, least=1)
-    inputs.check_real("rate", 1e-3, holds=True, wanted="above 0")
+            io.check_int("steps", value, least=1)
+    io.check_float("rate", 1e-3, holds=True, wanted="above 0")
     for value in (float("nan"), float("inf"), -float("inf"), "1", None):
         with pytest.raises(ValueError, match="rate must be above 0"):
-            inputs.check_real("rate", value, holds=True, wanted="above 0")
+            io.check_float("rate", value, holds=True, wanted="above 0")
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "../x", "a..b", ".hidden", "a\0b", "x" * 101, "-rf", "a b", "é"])
 def test_names_that_lead_elsewhere(name):
     with pytest.raises(ValueError, match="name must be"):
-        inputs.check_run_name(name)
+        io.check_run_name(name)
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", "x" * 300, "a/" * 3000, "run\x1b[31m", "\ud800"])
 def test_paths_that_no_file_system_holds(path):
     with pytest.raises(ValueError, match="--out"):
-        inputs.check_output(path, flag="--out")
+        io.validated_output_path(path, flag="--out")
 
 
 def test_text_that_would_move_the_cursor():
-    assert inputs.printable("plain, naïve 数\n\t") == "plain, naïve 数\n\t"
-    assert inputs.printable("\x1b[2J\r\x9b\u202e\x7f") == "\\x1b[2J\\x0d\\x9b\\u202e\\x7f"
+    assert io.escape_control_chars("plain, naïve 数\n\t") == "plain, naïve 数\n\t"
+    assert io.escape_control_chars("\x1b[2J\r\x9b\u202e\x7f") == "\\x1b[2J\\x0d\\x9b\\u202e\\x7f"
 
 
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.text())
 def test_printable_text_has_no_control_characters(text):
-    shown = inputs.printable(text)
+    shown = io.escape_control_chars(text)
     assert not any((ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0 for c in shown)
     shown.encode()  # no lone surrogate
 
@@ -133,7 +133,7 @@ def test_a_file_is_replaced_and_a_link_is_not_followed(tmp_path):
     victim, path = tmp_path / "victim", tmp_path / "config.json"
     victim.write_text("precious")
     path.symlink_to(victim)
-    inputs.replace_file(path, "new")
+    io.atomic_write(path, "new")
     assert victim.read_text() == "precious"
     assert path.read_text() == "new" and not path.is_symlink()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "victim"]
@@ -142,7 +142,7 @@ def test_a_file_is_replaced_and_a_link_is_not_followed(tmp_path):
 def test_a_lock_that_is_a_link_is_refused(tmp_path):
     (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="symbolic link"):
-        open(tmp_path / ".lock", "a+", opener=inputs.no_follow).close()
+        open(tmp_path / ".lock", "a+", opener=io.open_no_follow).close()
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -152,13 +152,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     import signal
 
     path = tmp_path / "config.json"
-    inputs.replace_file(path, "old")
+    io.atomic_write(path, "old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            inputs.replace_file(path, "x" * 5000)
+            io.atomic_write(path, "x" * 5000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -168,10 +168,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("text, seconds", [("12m", 720), ("2h", 7200), ("90s", 90), ("0.5h", 1800), ("14d", 1209600)])
 def test_times_have_a_unit(text, seconds):
-    assert inputs.seconds_of(text, "budget") == seconds
+    assert io.seconds_of(text, "budget") == seconds
 
 
 @pytest.mark.parametrize("text", ["12", "m", "-3m", "0m", "1e9h", "12 parsecs", "99999999d"])
 def test_text_that_is_no_time_is_refused(text):
     with pytest.raises(ValueError, match="budget must be a time"):
-        inputs.seconds_of(text, "budget")
+        io.seconds_of(text, "budget")

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from halfbyte.later import later
+from halfbyte.io.lazy_import import lazy_module
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from halfbyte.later import later
 def test_what_stands_for_a_module_has_what_the_module_has(name, attribute):
     package, _, last = name.rpartition(".")
     module = getattr(import_module(package), last) if last == "v1" else import_module(name)
-    assert getattr(later(name), attribute) is getattr(module, attribute)
+    assert getattr(lazy_module(name), attribute) is getattr(module, attribute)
 
 
 @pytest.mark.slow

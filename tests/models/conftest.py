@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from halfbyte import devices, kernels, models
-from halfbyte.nn.rope import RopeScaling
-from halfbyte.ops import problem
+from halfbyte.ops import gemm_problem
 from halfbyte.ops.backends import BACKENDS
+from halfbyte.ops.rope import RopeScaling
 
 TINY = models.LlamaConfig(
     name="tiny", vocab_size=96, embed=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,
@@ -62,5 +62,5 @@ def h200():
     """Choices are those of an H200; kernels are interpreted, and the GEMM kernel, which cannot be, is XLA's."""
     by_xla = dataclasses.replace(BACKENDS["fused"], unsupported=lambda problem, gemm: "not interpreted")
     patched = mock.patch.dict(BACKENDS, fused=by_xla)
-    with kernels.interpreted(), patched, problem._target(devices.device("h200")):
+    with kernels.interpret_kernels(), patched, gemm_problem._target(devices.device_by_name("h200")):
         yield

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from halfbyte import models
-from halfbyte.recipe import policy, recipe, step_key
-from halfbyte.sharding import AXES
+from halfbyte.distributed import DEFAULT_MESH_AXES
+from halfbyte.recipes import policy, recipe, step_key
 
 CFG = models.preset("llama3.1-405b")
 SHAPE = {"data": 1, "fsdp": 32, "context": 1, "tensor": 4}
@@ -17,12 +17,12 @@ SHAPE = {"data": 1, "fsdp": 32, "context": 1, "tensor": 4}
 
 @pytest.fixture(scope="module")
 def mesh():
-    return AbstractMesh(tuple(SHAPE.values()), AXES, axis_types=(AxisType.Auto,) * 4)
+    return AbstractMesh(tuple(SHAPE.values()), DEFAULT_MESH_AXES, axis_types=(AxisType.Auto,) * 4)
 
 
 def test_every_weight_is_split_over_all_devices(mesh):
     models.check_mesh(CFG, mesh, batch=32, seq=8192)
-    params = models.flatten(models.abstract_params(CFG, mesh))
+    params = models.flatten_specs(models.abstract_params(CFG, mesh))
     local = {path: math.prod(x.sharding.shard_shape(x.shape)) for path, x in params.items()}
     norms = {path for path in params if path.endswith("norm")}
     assert {path: params[path].size / local[path] for path in params if path not in norms} == {
@@ -36,8 +36,8 @@ def test_the_gradient_traces_without_allocating(mesh):
     batch = {name: jax.ShapeDtypeStruct((32, 8192), jnp.int32) for name in ("tokens", "targets")}
 
     def step(params, batch, number):
-        ctx = models.Context(
-            policy=resolved, key=step_key(0, number), mesh=mesh, remat="full", attention="xla", backend="carrier"
+        ctx = models.ModelContext(
+            policy=resolved, key=step_key(0, number), mesh=mesh, remat="full", attention="xla", backend="emulated"
         )
         return jax.value_and_grad(lambda p: models.loss(CFG, p, batch, ctx)[0])(params)
 

@@ -7,12 +7,12 @@ import pytest
 
 from halfbyte import models
 
-FLOAT = models.Context(compute_dtype=jnp.float32)
+FLOAT = models.ModelContext(compute_dtype=jnp.float32)
 
 
 @pytest.mark.slow(fast_cases=["ctx1-0.05"])
 @pytest.mark.parametrize(
-    "ctx, atol", [(FLOAT, 2e-5), (models.Context(), 0.05)]
+    "ctx, atol", [(FLOAT, 2e-5), (models.ModelContext(), 0.05)]
 )  # bf16: logits of size 1 to 4, a few roundings
 def test_decoding_equals_the_whole_sequence(tiny, tiny_params, packed_batch, ctx, atol):
     tokens = packed_batch["tokens"][:, :12]

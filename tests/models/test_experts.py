@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte import models, runs
-from halfbyte.checkpoint import Checkpoints
+from halfbyte import models
+from halfbyte.checkpoint import CheckpointManager
 from halfbyte.devices import lookup
-from halfbyte.models import context, experts, llama
-from halfbyte.nn import routing
-from halfbyte.nn.routing import rebalanced, route
-from halfbyte.recipe import policy, recipe
-from halfbyte.sharding import make_mesh
-from halfbyte.train import preflight
-from halfbyte.train.manifest_table import table
-from halfbyte.train.precision_manifest import build_manifest
-from halfbyte.train.state import TrainState, abstract_state, create_state
-from halfbyte.train.step import make_train_step
+from halfbyte.distributed import make_mesh
+from halfbyte.models import llama, model_context, moe
+from halfbyte.ops import moe_dispatch
+from halfbyte.ops.moe_dispatch import route, update_router_bias
+from halfbyte.recipes import policy, recipe
+from halfbyte.train import preflight, run_presets
+from halfbyte.train.precision_manifest import build_precision_manifest
+from halfbyte.train.preflight import manifest_table
+from halfbyte.train.train_state import TrainState, abstract_state, create_state
+from halfbyte.train.train_step import make_train_step
 
 TINY = models.preset("moe-demo").replace(name="tiny", layers=2, embed=64, mlp=32, vocab_size=128, heads=2, kv_heads=1)
 NOT_NORMALISED = {"norm_topk": False, "joint_qk_norm": True}  # as OLMoE
@@ -37,8 +37,8 @@ PUBLISHED = {  # all, and those that a token passes: as Hugging Face counts the 
 def test_all_and_active_parameters_are_the_published_ones(name):
     cfg, (every, active) = models.preset(name), PUBLISHED[name]
     assert models.count_params(cfg) == every
-    assert models.count_active(cfg) == pytest.approx(active, rel=0.02)
-    shares = models.flops_shares(cfg, 4096)  # 6 FLOPs a weight that a token passes
+    assert models.count_active_params(cfg) == pytest.approx(active, rel=0.02)
+    shares = models.flops_by_component(cfg, 4096)  # 6 FLOPs a weight that a token passes
     assert shares["mlp"] == 6.0 * cfg.layers * 3 * cfg.embed * cfg.mlp * cfg.experts_per_token
     assert shares["router"] == 6.0 * cfg.layers * cfg.embed * cfg.experts
 
@@ -63,9 +63,9 @@ def test_shared_experts_are_linears_of_the_mlp_and_none_of_experts(name):
     width = cfg.layers * 3 * cfg.embed * 2 * cfg.mlp
     more = models.count_params(cfg) - models.count_params(TINY)
     assert more == width + cfg.layers * cfg.experts  # and a bias for each expert
-    assert models.flops_shares(cfg, 32)["mlp"] - models.flops_shares(TINY, 32)["mlp"] == 6.0 * width
+    assert models.flops_by_component(cfg, 32)["mlp"] - models.flops_by_component(TINY, 32)["mlp"] == 6.0 * width
     device = lookup(jax.devices("cpu")[0])
-    made = build_manifest(
+    made = build_precision_manifest(
         dataclasses.replace(config(), model=cfg, policy=name, mesh="data=1"),
         found,
         recipe("nvfp4"),
@@ -86,8 +86,8 @@ def check_layer(normalise):
     weights = {name: random.normal(size=shape) / 8 for name, shape in shapes.items()}
     weights["router"][:, 5] = weights["router"][:, 2] * (1 + 2.0**-12)
     weights, h = jax.tree.map(np.float32, weights), random.normal(size=(2, 16, 64)).astype(np.float32)
-    here = context.LayerContext(context.PLAIN, {}, resolved("bf16").segments[0].recipes, {})
-    made = jax.jit(lambda *given: experts.experts_mlp(cfg, *given, here))(weights, h)
+    here = model_context.LayerContext(model_context.DEFAULT_CONTEXT, {}, resolved("bf16").segments[0].recipes, {})
+    made = jax.jit(lambda *given: moe.moe_mlp(cfg, *given, here))(weights, h)
     router, gate, up, down = (weights[name].astype(np.float64) for name in shapes)
     x = h.reshape(-1, 64).astype(np.float64)
     p = np.exp(x @ router)
@@ -100,14 +100,14 @@ def check_layer(normalise):
 
 
 def other_weights(monkeypatch):
-    real = experts.route
-    monkeypatch.setattr(experts, "route", lambda *given, normalise, **how: real(*given, normalise=not normalise, **how))
+    real = moe.route
+    monkeypatch.setattr(moe, "route", lambda *given, normalise, **how: real(*given, normalise=not normalise, **how))
 
 
 def a_router_in_bf16(monkeypatch):
-    real = routing.jnp.dot
+    real = moe_dispatch.jnp.dot
     narrow = lambda *given, **how: real(*(a.astype(jnp.bfloat16) for a in given)).astype(jnp.float32)  # noqa: E731
-    monkeypatch.setattr(routing, "jnp", SimpleNamespace(**vars(jnp) | {"dot": narrow}))
+    monkeypatch.setattr(moe_dispatch, "jnp", SimpleNamespace(**vars(jnp) | {"dot": narrow}))
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_a_router_is_float32_and_weighs_as_the_model_says(normalise):
     x, router = random.normal(size=(96, 16)), random.normal(size=(16, 8))
     router[:, 5] = router[:, 2] * (1 + 2.0**-12)
     x, router = x.astype(np.float32), router.astype(np.float32)
-    found = route(routing.logits_of(jnp.asarray(x), jnp.asarray(router)), 3, normalise=normalise)
+    found = route(moe_dispatch.router_logits(jnp.asarray(x), jnp.asarray(router)), 3, normalise=normalise)
     logits = x.astype(np.float64) @ router.astype(np.float64)
     p = np.exp(logits - logits.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
@@ -155,8 +155,8 @@ def check_deepseek():
     weights["router_bias"] = np.linspace(0.6, -0.6, 8).astype(np.float32)  # changes most choices
     ones, h = np.ones(64, np.float32), random.normal(size=(2, 16, 64)).astype(np.float32)
     recipes = policy("mlp", "bf16").resolve(models.linear_sites(cfg), cfg.layers).segments[0].recipes
-    here = context.LayerContext(context.PLAIN, models.param_specs(cfg), recipes, {})
-    made = jax.jit(lambda w, h: llama.mlp_block(cfg, w, llama.normed(cfg, h, ones), here))(weights, h)
+    here = model_context.LayerContext(model_context.DEFAULT_CONTEXT, models.param_specs(cfg), recipes, {})
+    made = jax.jit(lambda w, h: llama.mlp_block(cfg, w, llama.apply_norm(cfg, h, ones), here))(weights, h)
 
     wide = {name: value.astype(np.float64) for name, value in weights.items()}
     x = h.reshape(-1, 64).astype(np.float64)
@@ -177,19 +177,19 @@ def check_deepseek():
 
 
 def bias_in_the_weights(monkeypatch):
-    real = experts.route
+    real = moe.route
 
     def planted(*given, bias, **how):
         found = real(*given, bias=bias, **how)
         weights = found.weights + bias[found.experts]
         return found._replace(weights=weights / weights.sum(-1, keepdims=True))
 
-    monkeypatch.setattr(experts, "route", planted)
+    monkeypatch.setattr(moe, "route", planted)
 
 
 def no_bias(monkeypatch):
-    real = experts.route
-    monkeypatch.setattr(experts, "route", lambda *given, bias, **how: real(*given, bias=jnp.zeros_like(bias), **how))
+    real = moe.route
+    monkeypatch.setattr(moe, "route", lambda *given, bias, **how: real(*given, bias=jnp.zeros_like(bias), **how))
 
 
 @pytest.mark.slow
@@ -233,9 +233,9 @@ def test_a_bias_evens_out_the_load_without_a_gradient():
     random = np.random.default_rng(0)
     x, router = random.normal(size=(512, 16)), random.normal(size=(16, 8)) / 4
     x[:, 0], router[0, 3] = 1, 2.5
-    logits, bias = routing.logits_of(jnp.float32(x), jnp.float32(router)), np.zeros(8, np.float32)
+    logits, bias = moe_dispatch.router_logits(jnp.float32(x), jnp.float32(router)), np.zeros(8, np.float32)
     choose = jax.jit(lambda bias: route(logits, 2, normalise=True, bias=bias).load.counts.astype(jnp.float32))
-    move = jax.jit(lambda bias, load: rebalanced(bias, load, 0.005))
+    move = jax.jit(lambda bias, load: update_router_bias(bias, load, 0.005))
     first = np.asarray(choose(bias))
     for _ in range(300):
         load = np.asarray(choose(bias))
@@ -251,7 +251,7 @@ def test_a_bias_evens_out_the_load_without_a_gradient():
 
 def config(**changes):
     return dataclasses.replace(
-        runs.run_config("moe-demo"), model=TINY, batch=2, seq=32, accumulate=2, steps=20, **changes
+        run_presets.run_config("moe-demo"), model=TINY, batch=2, seq=32, accumulate=2, steps=20, **changes
     )
 
 
@@ -270,7 +270,7 @@ def test_a_step_learns_and_tells_the_load_of_experts(quick_compiles, tmp_path):
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 128)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": jnp.zeros((2, 32), jnp.int32)}
     batch["positions"] = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (2, 32))
-    state, losses, biases, store = create_state(chosen, mesh), [], [], Checkpoints(tmp_path)
+    state, losses, biases, store = create_state(chosen, mesh), [], [], CheckpointManager(tmp_path)
     for number in range(8):
         if number == 5:
             assert store.save(5, state.items(), extra={}) and store.wait()
@@ -297,14 +297,14 @@ def test_a_step_learns_and_tells_the_load_of_experts(quick_compiles, tmp_path):
 
 def test_the_manifest_says_who_multiplies_experts():
     device = lookup(jax.devices("cpu")[0])
-    made = build_manifest(config(), resolved("nvfp4"), recipe("nvfp4"), seq=32, device=device)
+    made = build_precision_manifest(config(), resolved("nvfp4"), recipe("nvfp4"), seq=32, device=device)
     found = next(site for site in made.sites if site.path == "layers/mlp/expert_up")
     assert (found.tokens, found.k, found.n, found.backend) == (2 * 32, 64, 32, "tiles")
     assert {gemm.multiplied_by for gemm in found.gemms.values()} == {"xla"}
-    assert "router" in str(table(made).caption)
+    assert "router" in str(manifest_table(made).caption)
     other = dataclasses.replace(config(), precision=dataclasses.replace(config().precision, backend="native"))
     with pytest.raises(ValueError, match="experts"):
-        build_manifest(other, resolved("nvfp4"), recipe("nvfp4"), seq=32, device=device)
+        build_precision_manifest(other, resolved("nvfp4"), recipe("nvfp4"), seq=32, device=device)
 
 
 def test_what_is_not_built_for_experts_is_refused_by_name():
@@ -312,7 +312,7 @@ def test_what_is_not_built_for_experts_is_refused_by_name():
     mesh, how = make_mesh({"expert": 2}, devices), {"seq": 32, "device": lookup(devices[0]), "memory": None}
     for field in ("radar", "telemetry"):
         with pytest.raises(ValueError, match="on a mesh"):
-            preflight.check(dataclasses.replace(config(), accumulate=1, **{field: 10}), mesh, **how)
+            preflight.run_preflight(dataclasses.replace(config(), accumulate=1, **{field: 10}), mesh, **how)
     with pytest.raises(ValueError, match="experts_per_token"):
         TINY.replace(experts_per_token=9)
     with pytest.raises(ValueError, match="262,144 experts"):  # a config.json may say anything

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from halfbyte import models, runs
-from halfbyte.checkpoint import Checkpoints
-from halfbyte.evaluation.language_model import SCORING_RULES
-from halfbyte.models import context, experts
-from halfbyte.nn.routing import Load, Routing
-from halfbyte.ops.grouped_linear import grouped_tiles
-from halfbyte.recipe import policy, recipe, site_key
-from halfbyte.sharding import make_mesh, named_sharding, parse_mesh
-from halfbyte.train.step import batch_sharding, gradients
+from halfbyte import models
+from halfbyte.checkpoint import CheckpointManager
+from halfbyte.distributed import make_mesh, named_sharding, parse_mesh
+from halfbyte.evaluation.generation import SCORING_RULES
+from halfbyte.models import model_context, moe
+from halfbyte.ops.grouped_linear import grouped_matmul
+from halfbyte.ops.moe_dispatch import ExpertLoad, RouterOutput
+from halfbyte.recipes import policy, recipe, site_key
+from halfbyte.train import run_presets
+from halfbyte.train.train_step import batch_sharding, gradients
 
 TINY = models.preset("moe-demo").replace(
     name="tiny", layers=2, embed=64, mlp=32, vocab_size=128, heads=2, kv_heads=2, router="sigmoid", shared_experts=1
@@ -42,7 +43,7 @@ def layer(text):
     """(y, dh, dweights, tokens of each expert) of one layer's experts on a mesh, as NumPy arrays."""
     mesh, specs = mesh_of(text), models.param_specs(TINY)
     recipes = policy("experts", MIXED).resolve(models.linear_sites(TINY), TINY.layers).segments[0].recipes
-    random, axes = np.random.default_rng(0), context.BETWEEN
+    random, axes = np.random.default_rng(0), model_context.RESIDUAL_STREAM_AXES
     h, dy = (jnp.asarray(random.normal(size=(8, 32, 64)) * 2.0 ** random.integers(-6, 1, (8, 32, 1)), jnp.bfloat16)
              for _ in range(2))  # fmt: skip
     given = {n: spec for n, spec in specs["layers"]["mlp"].items() if n != "norm"}
@@ -53,10 +54,12 @@ def layer(text):
     @jax.jit
     def run(h, weights, dy, key):
         keys = {path.removeprefix("layers/"): site_key(key, path) for path in recipes}
-        here = context.LayerContext(context.Context(mesh=mesh), specs, recipes, keys, routed=(found := []))
+        here = model_context.LayerContext(
+            model_context.ModelContext(mesh=mesh), specs, recipes, keys, expert_loads=(found := [])
+        )
 
         def through(h, weights):
-            y = experts.experts_mlp(TINY, weights, h, here)
+            y = moe.moe_mlp(TINY, weights, h, here)
             return here.ctx.constrain(y, *axes), found[-1].counts
 
         y, back, counts = jax.vjp(through, h, weights, has_aux=True)
@@ -91,7 +94,7 @@ def test_a_layer_on_a_mesh_is_that_of_one_device_bit_for_bit(text):
 def test_how_much_room_a_device_has_changes_no_bit(monkeypatch):
     """Experts alone in the mesh: devices whose rows fit into room for twice the mean load beside devices whose do
     not, and so both programs, bit for bit."""
-    monkeypatch.setattr(experts, "LEAST", 0)
+    monkeypatch.setattr(moe, "MIN_TWO_CAPACITY_PAIRS", 0)
     one, many = layer(""), layer.__wrapped__("expert=8")
     assert sorted(load > 2 * one[-1].mean() for load in one[-1])[:: len(one[-1]) - 1] == [False, True]
     assert equal(_exact(many), _exact(one))
@@ -102,15 +105,15 @@ def check_gradient():
     random = np.random.default_rng(2)
     x, dy, w = (random.normal(size=shape).astype(np.float32) for shape in ((40, 16), (40, 8), (8, 16, 8)))
     chosen = random.integers(0, 7, 40).astype(np.int32)  # the last has none
-    load = Load(jnp.asarray(np.bincount(chosen, minlength=8), jnp.int32), *[jnp.float32(0)] * 2)
-    found = Routing(jnp.ones((40, 1)), jnp.asarray(chosen[:, None]), load)
+    load = ExpertLoad(jnp.asarray(np.bincount(chosen, minlength=8), jnp.int32), *[jnp.float32(0)] * 2)
+    found = RouterOutput(jnp.ones((40, 1)), jnp.asarray(chosen[:, None]), load)
     how = {"mesh": mesh_of("expert=8"), "tile": 4}
 
     def run(x, weights, keys, tiles, first):
-        return grouped_tiles(x, weights[0], tiles, recipe=None, key=None, first=first)
+        return grouped_matmul(x, weights[0], tiles, recipe=None, key=None, first=first)
 
     def through(w):
-        return experts.over_mesh(run, jnp.asarray(x), found, ((w,), ()), [P("expert")], **how)
+        return moe.moe_expert_parallel(run, jnp.asarray(x), found, ((w,), ()), [P("expert")], **how)
 
     y, back = jax.vjp(jax.jit(through), w)
     np.testing.assert_allclose(y, np.einsum("ti,tio->to", x, w[chosen]), atol=1e-4)
@@ -121,13 +124,13 @@ def check_gradient():
 def test_gradients_times_the_devices_are_found(monkeypatch):
     """A fault of many: each device's gradient counted once for each device."""
     check_gradient()
-    real = experts.on_mesh
+    real = moe.run_in_shard_map
 
     def planted(local, given, *specs, **how):
         scaled = [8 * w - 7 * jax.lax.stop_gradient(w) for w in given[1][1]]
         return real(local, (given[0], (given[1][0], tuple(scaled)), given[2]), *specs, **how)
 
-    monkeypatch.setattr(experts, "on_mesh", planted)
+    monkeypatch.setattr(moe, "run_in_shard_map", planted)
     with pytest.raises(AssertionError):
         check_gradient()
 
@@ -142,7 +145,7 @@ def gradients_of(text):
     """The loss and float32 gradients of a whole model in bf16. Without shared experts: `tensor` cuts the sums of
     a dense MLP, whose parts are rounded."""
     model, mesh = TINY.replace(shared_experts=0), mesh_of(text)
-    chosen = dataclasses.replace(runs.run_config("moe-demo"), model=model, batch=8, accumulate=1)
+    chosen = dataclasses.replace(run_presets.run_config("moe-demo"), model=model, batch=8, accumulate=1)
     resolved = policy("experts", "bf16").resolve(models.linear_sites(model), model.layers)
     tokens = np.random.default_rng(1).integers(0, 128, (8, 33), np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": np.zeros((8, 32), np.int32)}
@@ -172,7 +175,7 @@ def test_a_checkpoint_is_read_on_another_number_of_experts_a_device(tmp_path):
     def experts_on(mesh):
         return {"experts": {"expert_up": models.abstract_params(TINY, mesh)["layers"]["mlp"]["expert_up"]}}
 
-    meshes, store = [mesh_of(text) for text in ("expert=8", *MESHES, "")], Checkpoints(tmp_path)
+    meshes, store = [mesh_of(text) for text in ("expert=8", *MESHES, "")], CheckpointManager(tmp_path)
     state = weights_of(experts_on(meshes[0]))
     assert store.save(1, state, extra={}) and store.wait()
     for mesh in meshes[1:]:

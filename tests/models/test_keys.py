@@ -10,8 +10,8 @@ import pytest
 
 from halfbyte import models
 from halfbyte.formats import key_words
-from halfbyte.models.keys import drawn_in_layer, drawn_in_layers, keys_of_layers
-from halfbyte.recipe import GEMMS, ROLES, layer_key, policy, recipe, role_key, signs_key, site_key, step_key
+from halfbyte.models.model_context import keys_of_layers, stream_words_of_layer, stream_words_of_layers
+from halfbyte.recipes import GEMM_ROLES, ROLES, layer_key, policy, recipe, role_key, signs_key, site_key, step_key
 
 STEP = step_key(3, 5)
 CFG = models.LlamaConfig(
@@ -48,21 +48,23 @@ def test_each_linear_of_each_layer_has_the_key_that_is_folded_by_hand(path):
 
 @pytest.mark.slow
 def test_what_a_linear_draws_is_what_its_own_key_gives():
-    drawn = drawn_in_layers(STEP, {path: recipe("nvfp4") for path in WAYS}, jnp.arange(2, 5))
-    here = drawn_in_layer(drawn, jnp.int32(1))
+    drawn = stream_words_of_layers(STEP, {path: recipe("nvfp4") for path in WAYS}, jnp.arange(2, 5))
+    here = stream_words_of_layer(drawn, jnp.int32(1))
     for path in WAYS:
         found, own = here[path.removeprefix("layers/")], by_hand(path, 3)
         if "expert_" in path:
             assert words(found) == words(own)
             continue
         assert [pair(role_key(found, role)) for role in ROLES] == [pair(role_key(own, role)) for role in ROLES]
-        assert [pair(signs_key(found, gemm)) for gemm in GEMMS] == [pair(signs_key(own, gemm)) for gemm in GEMMS]
+        assert [pair(signs_key(found, gemm)) for gemm in GEMM_ROLES] == [
+            pair(signs_key(own, gemm)) for gemm in GEMM_ROLES
+        ]
 
 
 def test_linears_that_draw_nothing_and_steps_without_a_key_fold_none():
     nearest = {"layers/attention/q": recipe("bf16"), "layers/mlp/up": recipe("fp8")}
-    assert drawn_in_layers(STEP, nearest, jnp.arange(2)) == {}
-    assert drawn_in_layers(None, {"layers/mlp/up": recipe("nvfp4")}, jnp.arange(2)) == {}
+    assert stream_words_of_layers(STEP, nearest, jnp.arange(2)) == {}
+    assert stream_words_of_layers(None, {"layers/mlp/up": recipe("nvfp4")}, jnp.arange(2)) == {}
 
 
 @pytest.mark.slow
@@ -73,7 +75,7 @@ def test_no_layer_folds_a_key():
     batch = {name: jnp.zeros((1, 32), jnp.int32) for name in ("tokens", "targets")}
 
     def loss(params, key):
-        ctx = models.Context(policy=chosen, key=key, unroll=CFG.layers, backend="reference")
+        ctx = models.ModelContext(policy=chosen, key=key, unroll=CFG.layers, backend="reference")
         return models.loss(CFG, params, batch, ctx)[0]
 
     program = jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(lambda: models.init(CFG, STEP)), STEP)

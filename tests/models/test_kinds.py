@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from halfbyte import models
-from halfbyte.interchange.hf_names import sites
+from halfbyte.hf.tensor_layouts import hf_tensors
 from halfbyte.models import ParamSpec, params
-from halfbyte.recipe import Policy, Rule, recipe
+from halfbyte.recipes import Policy, Rule, recipe
 
 CFG = models.preset("demo")
 ROUTER = ParamSpec((CFG.layers, CFG.embed, 16), ("layers", "embed", None), 1.0)
@@ -17,10 +17,10 @@ EXPERTS = ParamSpec((CFG.layers, 16, CFG.embed, 64), ("layers", None, "embed", "
 STARTS = {
     "init": lambda: jax.eval_shape(lambda key: models.init(CFG, key), jax.random.key(0)),
     "policy": lambda: models.linear_sites(CFG),
-    "flops": lambda: models.gemm_sites(CFG, 1, 64),
-    "decay": lambda: models.decay_mask(CFG),
+    "flops": lambda: models.linear_shapes(CFG, 1, 64),
+    "decay": lambda: models.weight_decay_mask(CFG),
     "abstract": lambda: models.abstract_params(CFG),
-    "export": lambda: sites(CFG),
+    "export": lambda: hf_tensors(CFG),
     "mesh": lambda: models.check_mesh(CFG, None),
 }
 
@@ -55,12 +55,13 @@ def test_a_kind_of_other_dims_or_of_another_name_is_refused(with_leaves, spec):
 
 def test_a_router_is_no_linear_and_experts_are(with_leaves):
     with_leaves(
-        router=dataclasses.replace(ROUTER, kind="router"), gate=dataclasses.replace(EXPERTS, kind="experts", active=2)
+        router=dataclasses.replace(ROUTER, kind="router"),
+        gate=dataclasses.replace(EXPERTS, kind="experts", active_experts=2),
     )
     listed = models.linear_sites(CFG)
     assert [path for path in listed if "moe" in path] == ["layers/moe/gate"]
     chosen = Policy("all", (Rule("layers/*", recipe("nvfp4")),)).resolve(listed, CFG.layers).segments[0].recipes
     assert chosen["layers/moe/gate"].name == "nvfp4" and "layers/moe/router" not in chosen
-    counted = next(site for site in models.gemm_sites(CFG, 1, 64) if site.path == "layers/moe/gate")
+    counted = next(site for site in models.linear_shapes(CFG, 1, 64) if site.path == "layers/moe/gate")
     assert (counted.count, counted.tokens, counted.k, counted.n) == (CFG.layers, 128, CFG.embed, 64)
-    assert len([site for site in sites(CFG) if site.path == "layers/moe/gate"]) == CFG.layers * 16
+    assert len([site for site in hf_tensors(CFG) if site.path == "layers/moe/gate"]) == CFG.layers * 16

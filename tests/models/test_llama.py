@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from halfbyte import models, ops
-from halfbyte.devices import device
-from halfbyte.recipe import Policy, Rule, policy, recipe, step_key
-from halfbyte.sharding import make_mesh, parse_mesh
+from halfbyte.devices import device_by_name
+from halfbyte.distributed import make_mesh, parse_mesh
+from halfbyte.recipes import Policy, Rule, policy, recipe, step_key
 
-FLOAT = models.Context(compute_dtype=jnp.float32)
+FLOAT = models.ModelContext(compute_dtype=jnp.float32)
 
 
 def with_gradients(cfg, ctx):
@@ -83,7 +83,7 @@ def stepping(cfg, made, **how):
 
     @jax.jit
     def run(params, batch, step):
-        ctx = models.Context(policy=resolved, key=step_key(0, step), **how)
+        ctx = models.ModelContext(policy=resolved, key=step_key(0, step), **how)
         return jax.value_and_grad(lambda p: models.loss(cfg, p, batch, ctx)[0])(params)
 
     return run
@@ -107,10 +107,10 @@ def test_a_backend_may_be_named_that_has_only_the_formats_of_some_linears(backen
         name="divisible", vocab_size=256, embed=128, mlp=256, layers=2, heads=2, kv_heads=2, head_dim=64, max_seq=128
     )
     chosen = policy("mlp", recipe(name)).resolve(models.linear_sites(cfg), cfg.layers)
-    ctx = models.Context(policy=chosen, key=step_key(0, 0), backend=backend, attention="xla")
+    ctx = models.ModelContext(policy=chosen, key=step_key(0, 0), backend=backend, attention="xla")
     params = jax.eval_shape(functools.partial(models.init, cfg), jax.random.key(0))
     batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((2, 128), jnp.int32))
-    with ops.compile_for(device("h200")):
+    with ops.compile_for(device_by_name("h200")):
         found = jax.eval_shape(jax.grad(lambda p, b: models.loss(cfg, p, b, ctx)[0]), params, batch)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, params)
 
@@ -145,7 +145,7 @@ def test_bf16_is_near_float32(exact, rounded):
 def test_meshes_agree_with_one_device(tiny, tiny_params, packed_batch, exact, mesh):
     mesh = make_mesh(parse_mesh(mesh), jax.devices("cpu"))
     params = jax.device_put(tiny_params, models.param_shardings(tiny, mesh))
-    ctx = models.Context(mesh=mesh, compute_dtype=jnp.float32)
+    ctx = models.ModelContext(mesh=mesh, compute_dtype=jnp.float32)
     loss, grads = with_gradients(tiny, ctx)(params, packed_batch)
     assert float(loss) == pytest.approx(float(exact[0]), rel=1e-6)
     assert worst(grads, exact[1]) < 1e-5  # float32 sums in another order
@@ -158,13 +158,13 @@ def test_meshes_agree_with_one_device(tiny, tiny_params, packed_batch, exact, me
 @pytest.fixture(scope="module")
 def rounded(tiny, tiny_params, packed_batch):
     """Loss and gradients in bf16."""
-    return with_gradients(tiny, models.Context())(tiny_params, packed_batch)
+    return with_gradients(tiny, models.ModelContext())(tiny_params, packed_batch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["dots", "full", "quantized"])
 def test_remat_changes_nothing_but_memory(tiny, tiny_params, packed_batch, rounded, remat):
-    again = with_gradients(tiny, models.Context(remat=remat))(tiny_params, packed_batch)
+    again = with_gradients(tiny, models.ModelContext(remat=remat))(tiny_params, packed_batch)
     assert float(again[0]) == float(rounded[0])
     assert (
         distance(again[1], rounded[1]) < 0.01
@@ -195,7 +195,7 @@ def test_nvfp4_is_near_and_its_bits_come_from_the_step(tiny_params, packed_batch
 
 def kept_bytes(cfg, params, batch, remat):
     """What the backward pass keeps beyond parameters and batch."""
-    ctx = models.Context(remat=remat)
+    ctx = models.ModelContext(remat=remat)
     vjp = jax.eval_shape(lambda p: jax.vjp(lambda p: models.loss(cfg, p, batch, ctx)[0], p)[1], params)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
 
@@ -215,7 +215,7 @@ def test_segments_do_not_change_the_model(tiny, tiny_params, packed_batch, exact
         models.linear_sites(tiny), tiny.layers
     )
     assert [(s.start, s.stop) for s in split.segments] == [(0, 1), (1, 2)]
-    ctx = models.Context(policy=split, compute_dtype=jnp.float32)
+    ctx = models.ModelContext(policy=split, compute_dtype=jnp.float32)
     loss, grads = with_gradients(tiny, ctx)(tiny_params, packed_batch)
     assert float(loss) == pytest.approx(float(exact[0]), rel=1e-6)
     assert worst(grads, exact[1]) < 1e-5
@@ -224,15 +224,15 @@ def test_segments_do_not_change_the_model(tiny, tiny_params, packed_batch, exact
 def test_a_policy_for_another_model_is_refused(tiny, tiny_params, packed_batch):
     resolved = policy("mlp", recipe("nvfp4")).resolve(models.linear_sites(tiny), 5)
     with pytest.raises(ValueError, match="resolved for 5 layers, but tiny has 2"):
-        models.loss(tiny, tiny_params, packed_batch, models.Context(policy=resolved))
+        models.loss(tiny, tiny_params, packed_batch, models.ModelContext(policy=resolved))
 
 
 def test_a_quantized_head_is_refused(tiny):
     resolved = Policy("everything", (Rule("*", recipe("nvfp4")),)).resolve(models.linear_sites(tiny), tiny.layers)
     with pytest.raises(ValueError, match="head would be quantized"):
-        models.Context(policy=resolved)
+        models.ModelContext(policy=resolved)
 
 
 def test_unknown_remat_is_refused():
     with pytest.raises(ValueError, match="remat must be one of none, dots, full, quantized"):
-        models.Context(remat="some")
+        models.ModelContext(remat="some")

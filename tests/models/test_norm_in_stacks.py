@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from halfbyte import models
-from halfbyte.kernels import norm
-from halfbyte.kernels.stacks import Layer
+from halfbyte.kernels import rms_norm as norm
+from halfbyte.kernels.mosaic_launch import StackSlice
 from halfbyte.models import LlamaConfig, llama
-from halfbyte.models.context import LayerContext
-from halfbyte.nn.norm import rms_norm
-from halfbyte.recipe import policy, recipe
+from halfbyte.models.model_context import LayerContext
+from halfbyte.ops.rms_norm_vjp import rms_norm
+from halfbyte.recipes import policy, recipe
 
 CFG = LlamaConfig("wide", vocab_size=64, embed=1024, mlp=128, layers=2, heads=2, kv_heads=1, head_dim=128, max_seq=64)
 TOKENS = (1, 32)
@@ -39,14 +39,14 @@ def traced(fn):
 def step(chosen, run=compiled, **how):
     """Loss and gradients, and of each call of the norm's backward kernel whether it read x in a stack."""
     resolved = policy("mlp", chosen).resolve(models.linear_sites(CFG), CFG.layers)
-    ctx = models.Context(policy=resolved, key=jax.random.key(3), attention="xla", **how)
+    ctx = models.ModelContext(policy=resolved, key=jax.random.key(3), attention="xla", **how)
     params = jax.jit(lambda key: models.init(CFG, key))(jax.random.key(0))
     rows = np.random.default_rng(0).integers(0, CFG.vocab_size, (2, *TOKENS))
     batch = {name: jnp.asarray(each, jnp.int32) for name, each in zip(("tokens", "targets"), rows, strict=True)}
     found = jax.value_and_grad(lambda p: models.loss(CFG, p, batch, ctx)[0])
-    with mock.patch.object(norm, "backward", wraps=norm.backward) as backward:
+    with mock.patch.object(norm, "rms_norm_backward", wraps=norm.rms_norm_backward) as backward:
         made = run(found)(params)
-    return made, [isinstance(call.args[0], Layer) for call in backward.call_args_list]
+    return made, [isinstance(call.args[0], StackSlice) for call in backward.call_args_list]
 
 
 @pytest.mark.slow
@@ -64,8 +64,8 @@ def test_a_loop_has_the_bits_of_layers_without_one(chosen):
 def forked():
     """x as it goes on and its norm for q, k and v, in a block of layers without a loop."""
     x, scale = jnp.ones((*TOKENS, CFG.embed), jnp.bfloat16), jnp.linspace(0.5, 2, CFG.embed)
-    here = LayerContext(models.Context(unroll=CFG.layers), models.param_specs(CFG), {}, {})
-    return x, scale, *llama.forked(CFG, x, {"norm": scale}, here, ("attention", llama.QKV))
+    here = LayerContext(models.ModelContext(unroll=CFG.layers), models.param_specs(CFG), {}, {})
+    return x, scale, *llama.norm_fanout(CFG, x, {"norm": scale}, here, ("attention", llama.QKV))
 
 
 @pytest.mark.usefixtures("h200")

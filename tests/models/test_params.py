@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from halfbyte import models
-from halfbyte.sharding import make_mesh
+from halfbyte.distributed import make_mesh
 
 PUBLISHED = {
     "qwen3-0.6b": 596_049_920,
@@ -47,8 +47,8 @@ def test_impossible_shapes_are_refused(tiny, change):
 
 @pytest.mark.slow
 def test_init_matches_the_specs(tiny, tiny_params):
-    specs = models.flatten(models.param_specs(tiny))
-    params = models.flatten(tiny_params)
+    specs = models.flatten_specs(models.param_specs(tiny))
+    params = models.flatten_specs(tiny_params)
     assert {p: (x.shape, x.dtype) for p, x in params.items()} == {p: (s.shape, jnp.float32) for p, s in specs.items()}
     for path, spec in specs.items():
         if spec.init is None:
@@ -70,7 +70,7 @@ def test_init_is_the_same_on_a_mesh(tiny, tiny_params):
 
 
 def test_decay_spares_the_norms(tiny):
-    mask = models.flatten(models.decay_mask(tiny))
+    mask = models.flatten_specs(models.weight_decay_mask(tiny))
     assert {path for path, decayed in mask.items() if not decayed} == {
         "layers/attention/norm",
         "layers/mlp/norm",

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from halfbyte import models, ops
-from halfbyte.models.context import LayerContext
-from halfbyte.models.linear import quantize_ahead
-from halfbyte.models.quantized import is_qweight
-from halfbyte.recipe import policy, recipe
-from halfbyte.sharding import make_mesh
+from halfbyte.distributed import make_mesh
+from halfbyte.models.linear_layers import prequantize_layers
+from halfbyte.models.model_context import LayerContext
+from halfbyte.models.quantized_params import is_qweight
+from halfbyte.recipes import policy, recipe
 
 NVFP4 = recipe("nvfp4")
 by_itself = jax.jit(functools.partial(ops.quantize_weight, recipe=NVFP4))
@@ -33,15 +33,15 @@ def test_codes_are_those_of_each_layer(tiny, tiny_params):
         stacked = jax.tree.map(lambda leaf, at=layer: leaf[at], ready["layers"]["mlp"]["up"])
         assert np.array_equal(stacked.fprop.packed, alone.fprop.packed)
         assert np.array_equal(stacked.fprop.scales, alone.fprop.scales)
-    joined = models.with_anchors(ready, tiny_params)
+    joined = models.with_master_weights(ready, tiny_params)
     assert joined["layers"]["mlp"]["up"].anchor is tiny_params["layers"]["mlp"]["up"]
 
 
 def ahead(cfg, params, mesh):
-    ctx = models.Context(policy=resolved(cfg), mesh=mesh)
+    ctx = models.ModelContext(policy=resolved(cfg), mesh=mesh)
     here = LayerContext(ctx, models.param_specs(cfg), resolved(cfg).segments[0].recipes, {})
     x = jnp.zeros((4, 32, cfg.embed), jnp.bfloat16)
-    return jax.jit(lambda layers: quantize_ahead(layers, x, here))(params["layers"])
+    return jax.jit(lambda layers: prequantize_layers(layers, x, here))(params["layers"])
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_policies_that_differ_by_layer_are_left_to_the_model(tiny):
 
 @pytest.mark.slow
 def test_a_decoded_token_is_the_same(tiny, tiny_params):
-    ctx = models.Context(policy=resolved(tiny))
+    ctx = models.ModelContext(policy=resolved(tiny))
 
     @jax.jit
     def two_tokens(params):

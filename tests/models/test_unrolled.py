@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from halfbyte.devices import device, topology
-from halfbyte.models.unrolled import unstack
-from halfbyte.sharding import make_mesh, parse_mesh
+from halfbyte.devices import device_by_name, topology
+from halfbyte.distributed import make_mesh, parse_mesh
+from halfbyte.models.layer_scan import unstack_layers
 
 LAYERS, ROWS, COLUMNS = 4, 64, 32
 
@@ -18,7 +18,7 @@ def total(layers):
 
 
 def gradient(cut, **how):
-    return jax.jit(jax.grad(lambda stack: total(unstack(stack, LAYERS, cut=cut))), **how)
+    return jax.jit(jax.grad(lambda stack: total(unstack_layers(stack, LAYERS, cut=cut))), **how)
 
 
 def over_eight(devices):
@@ -36,7 +36,7 @@ def test_each_layer_has_its_gradient(cut):
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_on_a_mesh_no_device_has_the_whole_stack():
-    lies = over_eight(np.array(topology(device("h200"), hosts=1, per_host=8).devices))
+    lies = over_eight(np.array(topology(device_by_name("h200"), hosts=1, per_host=8).devices))
     stack = jax.ShapeDtypeStruct((LAYERS, ROWS, COLUMNS), jnp.float32, sharding=lies)
 
     def has_whole(cut):

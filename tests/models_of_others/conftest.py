@@ -14,7 +14,7 @@ import pytest
 
 import halfbyte.ops.operand
 from halfbyte.formats import random_bytes
-from halfbyte.recipe import recipe, step_key
+from halfbyte.recipes import recipe, step_key
 
 sys.path.insert(0, str(Path(__file__).parent))  # published: the models
 
@@ -43,7 +43,7 @@ class Breaking:
 def quantizers_that_can_break():
     """A quantizer that breaks keeps its scales and makes up its codes, as a broken kernel would. A program that asks
     does so at every call, and is compiled once; else all is as it is."""
-    real = halfbyte.ops.operand.to_grid
+    real = halfbyte.ops.operand.quantize_to_grid
     values = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], jnp.float32)
 
     def breakable(x, fmt, **options):
@@ -55,7 +55,7 @@ def quantizers_that_can_break():
         return grid._replace(values=jnp.where(broken, made_up, grid.values))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halfbyte.ops.operand, "to_grid", breakable)
+        patch.setattr(halfbyte.ops.operand, "quantize_to_grid", breakable)
         yield
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from halfbyte.ops import apply_recipe
-from halfbyte.recipe import Policy, Rule
+from halfbyte.recipes import Policy, Rule
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +38,8 @@ def loss_in(made):
 def test_quantized_sites(regression, nvfp4):
     report = apply_recipe(plain, hidden(nvfp4), key=jax.random.key(0)).report(model(), *regression(jax.random.key(0)))
     assert [site.path for site in report.replaced] == ["layers/0/weight", "layers/1/weight"]
-    assert [site.path for site in report.left] == ["layers/2/weight"]
-    assert report.left[0].why_left == "no rule matches layers/2/weight"
+    assert [site.path for site in report.skipped] == ["layers/2/weight"]
+    assert report.skipped[0].skip_reason == "no rule matches layers/2/weight"
 
 
 def test_trained_100_steps(verdict, regression):

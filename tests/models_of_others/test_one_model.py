@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import halfbyte as hb
-from halfbyte.recipe import step_key
+from halfbyte.recipes import step_key
 
 VOCAB, EMBED, HIDDEN, EXPERTS, LAYERS = 48, 32, 64, 16, 2
 WIDTHS = {"q": (EMBED, EMBED), "o": (EMBED, EMBED), "router": (EMBED, EXPERTS), "up": (EMBED, HIDDEN),

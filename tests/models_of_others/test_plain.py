@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halfbyte.ops import apply_recipe
-from halfbyte.recipe import Policy, Rule
+from halfbyte.recipes import Policy, Rule
 
 pytestmark = pytest.mark.slow
 
@@ -58,8 +58,8 @@ def loss_in(made):
 
 def test_quantized_sites(text, nvfp4):
     report = apply_recipe(plain, some(nvfp4), key=jax.random.key(0)).report(PARAMS, *text(jax.random.key(0)))
-    assert [(site.path, site.runs) for site in report.replaced] == [("layers/down", 2), ("head", 1)]
-    assert [(site.path, site.why_left) for site in report.left] == [
+    assert [(site.path, site.num_executions) for site in report.replaced] == [("layers/down", 2), ("head", 1)]
+    assert [(site.path, site.skip_reason) for site in report.skipped] == [
         ("layers/qkv", "no rule matches layers/qkv"),
         (None, "it has batch dims, so no operand is a single weight"),
         (None, "it has batch dims, so no operand is a single weight"),
@@ -79,4 +79,4 @@ def test_haiku_paths_are_those_of_its_modules(nvfp4):
     policy = Policy("hidden", (Rule("mlp/~/linear_[01]/w", nvfp4),))
     report = apply_recipe(net.apply, policy, key=jax.random.key(0)).report(params, x)
     assert [site.path for site in report.replaced] == ["mlp/~/linear_0/w", "mlp/~/linear_1/w"]
-    assert [site.path for site in report.left] == ["mlp/~/linear_2/w"]
+    assert [site.path for site in report.skipped] == ["mlp/~/linear_2/w"]

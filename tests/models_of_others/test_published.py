@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from published import BATCH, MODELS, SEQ
 
 import halfbyte as hb
-from halfbyte.recipe import step_key
+from halfbyte.recipes import step_key
 
 STEPS, SEEDS = 100, range(3)
 MLPS = {"gemma": 2, "llama3": 3, "qwen3": 3, "penzai": 3, "nnx": 2, "haliax": 2, "haiku": 2, "equinox": 2}

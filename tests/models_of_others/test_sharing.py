@@ -14,8 +14,8 @@ from jax import lax
 
 import halfbyte as hb
 from halfbyte import devices, kernels, ops
-from halfbyte.ops.rewrite.origin import sub_jaxprs
-from halfbyte.recipe import layer_key, site_key, step_key
+from halfbyte.ops.adapters.weight_provenance import sub_jaxprs
+from halfbyte.recipes import layer_key, site_key, step_key
 
 KEY, LAYERS, WIDTH, HIDDEN = step_key(0, 3), 2, 32, 64
 SHAPES = dict.fromkeys("qkv", (WIDTH, WIDTH)) | {
@@ -27,7 +27,7 @@ NUMBERS = np.random.default_rng(0)
 PARAMS = {n: jnp.asarray(NUMBERS.normal(size=(LAYERS, *s)) * s[0] ** -0.5, jnp.float32) for n, s in SHAPES.items()}
 X = jnp.asarray(NUMBERS.normal(size=(2, 16, WIDTH)), jnp.float32)
 TOGETHER = {"q": "kv", "k": "qv", "v": "qk", "gate": ["up"], "up": ["gate"], "down": []}
-H200 = devices.device("h200")
+H200 = devices.device_by_name("h200")
 # What is made of x twice, and rounded by chance under each dot's own key; the rest is what compiles sooner.
 NVFP4, MXFP8 = hb.recipe("nvfp4_no_rht"), hb.recipe("mxfp8")
 OF_X = {role: getattr(NVFP4, role) for role in ("fprop_x", "wgrad_x", "dgrad_dy")}
@@ -170,7 +170,7 @@ def test_swiglu_is_inside_the_passes_where_kernels_hold_it(recipe):
     def whole(p, x):
         return hb.mlp(x, *(p[n].astype(jnp.bfloat16) for n in ("gate", "up", "down")), recipe=recipe, key=KEY)
 
-    with ops.compile_for(H200), kernels.interpreted():
+    with ops.compile_for(H200), kernels.interpret_kernels():
         (down,) = [site for site in ours.report(MLP, x).replaced if site.swiglu_of]
         assert (down.path, down.swiglu_of) == ("down", ("gate", "up"))
         loss = lambda f: lambda p, x: jnp.sum(f(p, x).astype(jnp.float32) ** 2)  # noqa: E731

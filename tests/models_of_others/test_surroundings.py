@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte.formats import SharedBitsWarning
-from halfbyte.ops.problem import compile_for
-from halfbyte.recipe import layer_key, step_key
+from halfbyte.ops.gemm_problem import compile_for
+from halfbyte.recipes import layer_key, step_key
 
 KEY = step_key(0, 0)
 MATMUL = (((1,), (0,)), ((), ()))
@@ -47,7 +47,7 @@ def shown_keys(monkeypatch):
         shown = (words[0] ^ words[1]).astype(jnp.float32)
         return jnp.zeros((*x.shape[:-1], w.shape[-1]), jnp.float32) + shown
 
-    monkeypatch.setattr("halfbyte.ops.contraction.qdot", fake)
+    monkeypatch.setattr("halfbyte.ops.adapters.dot_general.qdot", fake)
 
 
 def first_of_each(keys):
@@ -186,7 +186,7 @@ def test_einsum_may_turn_its_operands_around_and_the_second_is_the_weight(monkey
         seen.append((x.shape, w.shape))
         return jnp.einsum("...k,kn->...n", x, w)
 
-    monkeypatch.setattr("halfbyte.ops.contraction.qdot", fake)
+    monkeypatch.setattr("halfbyte.ops.adapters.dot_general.qdot", fake)
     x, w = jnp.ones((1, 16, 32)), jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, 32, 16)), jnp.float32)
     dot = hb.dot_general("nvfp4", key=KEY, site="kv")
     for spec in ("bsd,ckdh->cbskh", "bsd,ckdh->bsckh"):

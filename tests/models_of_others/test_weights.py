@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte.formats import SharedBitsWarning
-from halfbyte.recipe import step_key
+from halfbyte.recipes import step_key
 
 KEY = step_key(0, 0)
 X = jnp.ones((16, 32))
@@ -58,7 +58,7 @@ ON_THE_WAY = {
 @pytest.mark.parametrize("way", ON_THE_WAY)
 def test_a_weight_is_followed_through(way):
     found = report(lambda p, x: x @ ON_THE_WAY[way](p["w"]), "nvfp4", {"w": square()}, X)
-    assert (paths(found.replaced), found.left) == (["w"], ())
+    assert (paths(found.replaced), found.skipped) == (["w"], ())
 
 
 def test_a_weight_is_followed_through_an_all_gather():
@@ -80,7 +80,7 @@ def test_weights_computed_of_several_have_the_largest_for_a_name_and_data_end_it
          "table": jnp.ones((32, 32))}  # fmt: skip
     found = report(fn, rules(("w", "nvfp4"), ("v", "nvfp4")), p, X)
     assert paths(found.replaced) == ["w", "v"]
-    assert (None, "neither operand depends on weights alone") in [(s.path, s.why_left) for s in found.left]
+    assert (None, "neither operand depends on weights alone") in [(s.path, s.skip_reason) for s in found.skipped]
 
 
 def test_layers_are_not_experts():
@@ -92,7 +92,8 @@ def test_layers_are_not_experts():
         return x
 
     found = report(loss, rules(("*/experts", "nvfp4", (1, -1))), p, X)
-    assert [(site.path, site.layers, site.runs) for site in found.replaced] == [("block_1/experts", range(1, 2), 4)]
+    (site,) = found.replaced
+    assert (site.path, site.layers, site.num_executions) == ("block_1/experts", range(1, 2), 4)
 
     def one(p, x):
         return lax.scan(lambda c, w: (c @ w, None), x, p["experts"])[0]
@@ -140,7 +141,7 @@ def test_a_rule_may_leave_a_weight_alone():
     fn = lambda p, x: x @ p["up"] @ p["router"]  # noqa: E731
     found = report(fn, rules(("router", None), ("*", "nvfp4")), p, X)
     assert paths(found.replaced) == ["up"]
-    assert [site.why_left for site in found.left] == ["rule 'router' leaves it alone"]
+    assert [site.skip_reason for site in found.skipped] == ["rule 'router' leaves it alone"]
 
 
 def test_products_that_are_no_dots_are_reported():
@@ -151,7 +152,7 @@ def test_products_that_are_no_dots_are_reported():
         return h.mean() + lax.conv_general_dilated(image, p["patch"], (4, 4), "SAME").mean()
 
     found = report(loss, "nvfp4", p, X, jnp.ones((1, 3, 16, 16)))
-    assert [(s.path, s.why_left.split(";")[0]) for s in found.left] == [
+    assert [(s.path, s.skip_reason.split(";")[0]) for s in found.skipped] == [
         ("experts", "it is a ragged dot, with one weight a group of tokens"),
         ("patch", "it is a convolution"),
     ]

@@ -37,12 +37,12 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import devices, kernels, ops
-from halfbyte.kernels.stacks import empty, hand_back
+from halfbyte.distributed import make_mesh
+from halfbyte.kernels.mosaic_launch import empty_stack_buffer, return_as_cotangent
 from halfbyte.models import LlamaConfig
-from halfbyte.ops import problem
+from halfbyte.ops import gemm_problem
 from halfbyte.ops.backends import BACKENDS, native
-from halfbyte.ops.gemms import dot, finish
-from halfbyte.sharding import make_mesh
+from halfbyte.ops.gemm_problem import apply_epilogue, dot_f32
 from halfbyte.train import TrainConfig, create_state, jit_train_step, phases, run_mesh
 
 SITES = ("gate", "up", "down")
@@ -80,20 +80,20 @@ def of_linears(mesh, options, x, gate, up, down):
 
 def of_mlp(mesh, options, mode, x, *weights):
     places = None if mesh is None else dict(zip(SITES, (placement(mesh, k) for k in ("in", "in", "out")), strict=True))
-    return hb.mlp(x, *weights, placements=places, mode=mode, **options)
+    return hb.mlp(x, *weights, placements=places, residuals=mode, **options)
 
 
 def of_stacks(mesh, options, x, *weights):
     """One MLP whose products lie in the second layer of stacks of three."""
-    stacks = tuple(empty(3, (*x.shape[:-1], weights[0].shape[-1]), x.dtype) for _ in range(2))
-    given = {"recipe": options["recipe"], "key": options["key"], "execution": ops.Execution(options["backend"])}
-    y, place = ops.mlp_in_stacks(x, weights, (*stacks, jnp.int32(1)), **given)
-    return hand_back(y, place[:2])
+    stacks = tuple(empty_stack_buffer(3, (*x.shape[:-1], weights[0].shape[-1]), x.dtype) for _ in range(2))
+    given = {"recipe": options["recipe"], "key": options["key"], "execution": ops.ExecutionConfig(options["backend"])}
+    y, place = ops.mlp_with_stacked_residuals(x, weights, (*stacks, jnp.int32(1)), **given)
+    return return_as_cotangent(y, place[:2])
 
 
 OPS = {
     "qdot": of_linears,
-    "mlp": lambda mesh, options, *a: of_mlp(mesh, options, "fast", *a),
+    "mlp": lambda mesh, options, *a: of_mlp(mesh, options, "operands", *a),
     "mlp input": lambda mesh, options, *a: of_mlp(mesh, options, "input", *a),
     "mlp in stacks": of_stacks,
 }
@@ -106,19 +106,19 @@ def cases(names, recipe, backend, mesh=None):
 
 def on_cpu(add):
     """Every preset by definition, on one device; by carrier on one and on each mesh, if its blocks are 32 or less."""
-    with ops.compile_for(devices.device("cpu")), jax.default_device(jax.devices("cpu")[0]):
+    with ops.compile_for(devices.device_by_name("cpu")), jax.default_device(jax.devices("cpu")[0]):
         for recipe in hb.recipe_names():
-            wide = any(policy.run > 32 for policy in hb.recipe(recipe).operands().values())
+            wide = any(policy.quantization_group_size > 32 for policy in hb.recipe(recipe).operands().values())
             given = arrays(128, 128) if wide else arrays(64, 128)
             add(f"cpu/reference/1/{recipe}", cases(("qdot",), recipe, "reference"), given)
             if wide:
                 continue
-            add(f"cpu/carrier/1/{recipe}", cases(("qdot", "mlp", "mlp input"), recipe, "carrier"), given)
+            add(f"cpu/carrier/1/{recipe}", cases(("qdot", "mlp", "mlp input"), recipe, "emulated"), given)
             for name, shape in MESHES.items():
                 mesh = make_mesh(dict(zip(("fsdp", "tensor"), shape, strict=True)), jax.devices("cpu")[:8])
                 seen = ("qdot", "mlp") if 1 not in shape else ("mlp",)
                 # whole blocks of 32 on each of eight devices
-                add(f"cpu/carrier/{name}/{recipe}", cases(seen, recipe, "carrier", mesh), arrays(256, 256, 32))
+                add(f"cpu/carrier/{name}/{recipe}", cases(seen, recipe, "emulated", mesh), arrays(256, 256, 32))
 
 
 @contextlib.contextmanager
@@ -127,14 +127,14 @@ def interpreted(device):
 
     def as_numbers(left, right, scale, dtype):
         a, b = (_rows(operand) for operand in (left, right))
-        return finish(dot(a, b, ((1,), (1,))), scale, dtype).reshape(*left.rows, *right.rows)
+        return apply_epilogue(dot_f32(a, b, ((1,), (1,))), scale, dtype).reshape(*left.rows, *right.rows)
 
     by_carrier = dataclasses.replace(BACKENDS["fused"], unsupported=lambda problem, gemm: "a GPU's GEMM")
     with (
-        kernels.interpreted(),
+        kernels.interpret_kernels(),
         mock.patch.dict(BACKENDS, fused=by_carrier),
         mock.patch.object(native, "block_scaled_dot", as_numbers),
-        problem._target(devices.device(device)),
+        gemm_problem._target(devices.device_by_name(device)),
     ):
         yield
 
@@ -166,8 +166,8 @@ def on_gpu(add):
     x, *weights = arrays(512, 1024, 128)
     for recipe in hb.recipe_names():
         for name, backend in BACKENDS.items():
-            asked = ops.Problem(hb.recipe(recipe), 1024, 512, 1024, ops.target())
-            if backend.unable(asked) is None:
+            asked = ops.LinearProblem(hb.recipe(recipe), 1024, 512, 1024, ops.target_device())
+            if backend.unsupported_reason(asked) is None:
                 add(f"gpu/{name}/1/{recipe}", cases(list(OPS), recipe, name), (x, *weights))
 
 

@@ -1,5 +1,5 @@
 """The oracle, the shapes and the instruments of these tests are modules beside them, which benchmarks also import; the
-readers of programs are those of tests/program."""
+readers of programs are those of tests/hlo."""
 
 import pathlib
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 from halfbyte import kernels
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1] / "program")]
+sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1] / "hlo")]
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def on_cpu():
 @pytest.fixture
 def interpreted():
     """Kernels run as NumPy and XLA."""
-    with kernels.interpreted():
+    with kernels.interpret_kernels():
         yield
 
 

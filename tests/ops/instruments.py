@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfbyte.kernels import gated
-from halfbyte.kernels.launch import Lanes, launch
-from halfbyte.kernels.place import place, programs
-from halfbyte.kernels.rows import load_rows, store_rows
+from halfbyte.kernels import swiglu_quantize
+from halfbyte.kernels.mosaic_launch import LaunchConfig, launch_flat
+from halfbyte.kernels.row_access import lane_position, load_rows, program_grid, store_rows
 from halfbyte.ops.backends import BACKENDS
-from halfbyte.ops.gemms import alpha, finish
+from halfbyte.ops.gemm_problem import apply_epilogue, gemm_alpha
 
 # LLVM's optimizer is off: half the compilation time, for tests of what is traced rather than of what is compiled.
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -33,9 +32,9 @@ class Seen:
 
 @contextlib.contextmanager
 def watched(name: str) -> Iterator[dict[str, Seen]]:
-    """While it lasts, programs that are traced note each GEMM that backend `name`, or `carrier` for it, multiplies."""
+    """While it lasts, programs that are traced note each GEMM that backend `name`, or `emulated` for it, multiplies."""
     seen: dict[str, Seen] = {}
-    real = {each: BACKENDS[each] for each in {name, "carrier", "reference"}}
+    real = {each: BACKENDS[each] for each in {name, "emulated", "reference"}}
     for each in real.values():
         BACKENDS[each.name] = _noting(each, seen)
     try:
@@ -54,11 +53,11 @@ def _noting(real, seen: dict[str, Seen]):
 
     def multiply(gemm, left, right, dtype):
         exact = real.gemm(gemm, left, right, jnp.dtype(jnp.float32))
-        factor = alpha(left, right)
+        factor = gemm_alpha(left, right)
         factor = jnp.float32(1) if factor is None else factor
         operands = (o.values().astype(jnp.float32) for o in (left, right))
         jax.debug.callback(functools.partial(note, gemm.name), *operands, factor, exact)
-        return finish(exact, None, dtype)
+        return apply_epilogue(exact, None, dtype)
 
     return dataclasses.replace(real, gemm=multiply)
 
@@ -92,14 +91,16 @@ def quantizations(fn, *args) -> int:
 def activation(g: jax.Array, u: jax.Array, dh: jax.Array) -> tuple[jax.Array, ...]:
     """dg, du and h, bf16, as the fused passes compute them: a kernel of their own body that stores what it makes."""
     tokens, width = g.shape
-    grid = programs(tokens, width, 4)
+    grid = program_grid(tokens, width, 4)
 
     def body(m):
-        at = place(m, tokens, width, grid)
+        at = lane_position(m, tokens, width, grid)
         given = [row for i in range(3) for row in load_rows(m, i, at, 2)]
-        for number, rows in enumerate(gated.backward_made(m, given), 3):
+        for number, rows in enumerate(swiglu_quantize.swiglu_backward_tile(m, given), 3):
             store_rows(m, number, at, rows, 2)
 
     outputs = [jax.ShapeDtypeStruct(g.shape, jnp.bfloat16)] * 3
     count = grid[0] * grid[1]
-    return tuple(launch(body, [g, u, dh], outputs, programs=count, lanes=Lanes(4), name="swiglu_activation"))
+    return tuple(
+        launch_flat(body, [g, u, dh], outputs, programs=count, lanes=LaunchConfig(4), name="swiglu_activation")
+    )

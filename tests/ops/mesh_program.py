@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte.formats import random_bytes
-from halfbyte.ops import shards
+from halfbyte.ops import linear_sharding
 from halfbyte.ops.operand import quantize_operand
-from halfbyte.ops.passes import request
-from halfbyte.recipe import role_key
+from halfbyte.ops.quantize_passes import operand_spec
+from halfbyte.recipes import role_key
 
 BATCH, SEQ, WIDTH = 4, 16, 64
 AXES = ("fsdp", "tensor")
@@ -38,7 +38,11 @@ def tensors():
 
 def within(shape, cut):
     """Where a part lies in the whole, as random_bytes is told; nothing for a whole tensor."""
-    return {"offset": shards.offsets(shape, cut), "global_shape": shards.whole_shape(shape, cut)} if cut else {}
+    return (
+        {"offset": linear_sharding.shard_offsets(shape, cut), "global_shape": linear_sharding.global_shape(shape, cut)}
+        if cut
+        else {}
+    )
 
 
 def operands(recipe, key, cuts=MappingProxyType({})):
@@ -46,7 +50,7 @@ def operands(recipe, key, cuts=MappingProxyType({})):
 
     def one(role, x, cut):
         axis = -2 if role.startswith("wgrad") or role == "fprop_w" else -1
-        wanted = request(recipe, role, key)
+        wanted = operand_spec(recipe, role, key)
         made = quantize_operand(x, wanted.policy, axis=axis, key=wanted.key, cut=cut).codes
         scales = jax.lax.bitcast_convert_type(made.scales, jnp.uint8)
         return made.codes, scales, made.amax, random_bytes(role_key(key, role), x.shape, **within(x.shape, cut))
@@ -61,7 +65,7 @@ def operands(recipe, key, cuts=MappingProxyType({})):
 def in_parts(mesh, recipe, key):
     """`operands` as linears make them: inside shard_map, of local parts that know where they lie."""
     whole = {role: (SPECS[name], SPECS[name], P(), SPECS[name]) for role, name in TENSOR_OF.items()}
-    cuts = {name: shards.cut_of(spec, len(spec)) for name, spec in SPECS.items()}
+    cuts = {name: linear_sharding.dim_axes_of_spec(spec, len(spec)) for name, spec in SPECS.items()}
     local = operands(recipe, key, cuts)
     return jax.shard_map(local, mesh=mesh, in_specs=tuple(SPECS.values()), out_specs=whole, check_vma=False)
 

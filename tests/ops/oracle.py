@@ -198,7 +198,7 @@ def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe, key: jax.Array)
 
     def make(tensor, role, axis):
         policy = getattr(recipe, role)
-        if policy.source == "forward":  # the forward operand of the same tensor, dequantized, in float32
+        if policy.source == "requantize_forward":  # the forward operand of the same tensor, dequantized, in float32
             tensor = make(tensor, f"fprop_{role[-1]}", 1 if role[-1] == "x" else 0).value
         gemm = role_key(key, f"{role.partition('_')[0]} signs")
         signs = fresh_signs(gemm, policy.hadamard_size) if policy.signs == "fresh" else SIGNS

@@ -10,12 +10,12 @@ import pytest
 from instruments import quick
 from jax.sharding import NamedSharding, PartitionSpec
 
-from halfbyte import devices, program
+from halfbyte import devices, hlo
 from halfbyte.devices import target_cudnn
-from halfbyte.nn import attention as module
-from halfbyte.nn import attention_blocks as blocks
-from halfbyte.nn.attention import attention, choose_attention, visible_attention
-from halfbyte.sharding import make_mesh, parse_mesh
+from halfbyte.distributed import make_mesh, parse_mesh
+from halfbyte.ops import attention as module
+from halfbyte.ops import context_parallel_attention as blocks
+from halfbyte.ops.attention import attention, masked_attention, select_attention_impl
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -159,9 +159,9 @@ def test_context_shares_the_work_of_8192_positions_evenly():
         return jnp.sum(attention(q, k, v, mesh=mesh, implementation="xla").astype(jnp.float32) ** 2)
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2)), compiler_options=quick).lower(shape, shape, shape).compile()
-    found = program.read(compiled.as_text())
+    found = hlo.parse_hlo(compiled.as_text())
     assert not [each for each in found.instructions.values() if each.opcode == "conditional"]
-    multiplied = sum(gemm.flops for gemm in program.gemms(found))
+    multiplied = sum(gemm.flops for gemm in hlo.find_gemms(found))
     chunk, needed = 2 * heads * head_dim * (seq // (2 * parts)) ** 2, 2 * heads * head_dim * (seq * seq // 2) / parts
     products = 2 + 4  # scores, context; gradients of values, weights, queries, keys. One jit: scores are not made again
     assert multiplied == products * (2 * parts + 1) * chunk
@@ -173,7 +173,7 @@ def test_cached_attention_sees_what_is_visible():
     q, k, v = inputs(2, 10, 4, 2, 8)
     visible = jnp.asarray(np.arange(10)[None, None] < np.array([4, 9])[:, None, None])
     q, k, v = (np.asarray(x) for x in (q, k, v))
-    ours = jax.jit(visible_attention)(q[:, :1], k, v, visible)
+    ours = jax.jit(masked_attention)(q[:, :1], k, v, visible)
     for row, length in enumerate((4, 9)):
         # the query of position 0, asked as the last of `length` positions
         moved = q[row : row + 1, np.zeros(length, int)]
@@ -191,12 +191,12 @@ def test_cached_attention_sees_what_is_visible():
 )
 def test_cudnn_is_refused_where_it_cannot_serve(shape, dtype, packed, reason):
     with pytest.raises(ValueError, match=f"cudnn cannot serve.*{reason}"):
-        choose_attention(shape, dtype, implementation="cudnn", packed=packed)
+        select_attention_impl(shape, dtype, implementation="cudnn", packed=packed)
 
 
 def test_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="no implementation 'flash'.*auto, cudnn, xla"):
-        choose_attention((1, 16, 2, 64), jnp.bfloat16, implementation="flash")
+        select_attention_impl((1, 16, 2, 64), jnp.bfloat16, implementation="flash")
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_unknown_implementation_is_refused():
 ])  # fmt: skip
 def test_compiles_to_cudnn_without_a_gpu(mesh, packed, calls):
     """And multiplies what a causal kernel on one device would, shared by all."""
-    topology = devices.topology(devices.device("gb300"), hosts=2, per_host=4)
+    topology = devices.topology(devices.device_by_name("gb300"), hosts=2, per_host=4)
     mesh = make_mesh(parse_mesh(mesh), np.asarray(topology.devices))
     spread = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context", "tensor"))
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context"))
@@ -222,7 +222,7 @@ def test_compiles_to_cudnn_without_a_gpu(mesh, packed, calls):
     with target_cudnn():
         text = jax.jit(jax.grad(run, argnums=(0, 1, 2))).lower(q, k, k, segments).compile().as_text()
     assert set(re.findall(r"__cudnn\$(\w+)", text)) == calls
-    multiplied = sum(call.flops for call in program.attention(program.read(text)))
+    multiplied = sum(call.flops for call in hlo.find_attention_calls(hlo.parse_hlo(text)))
     assert (
         multiplied == (2 + 5) * 2 * 4 * 8 * 64 * (256 * 256 // 2) // 8
     )  # forward and backward, 4 x 8 heads, 8 devices
@@ -256,7 +256,9 @@ def test_parts_of_attention_add_up(monkeypatch, implementation, with_segments):
         if segments is not None:
             seen = [segments[:, 32:, None] == segments[:, None, at] for at in halves]
         both = list(zip(keys, seen, (False, True), strict=True))
-        context, statistics = blocks.merge([forward(late, *kv, mask, causal=own) for kv, mask, own in both])
+        context, statistics = blocks.merge_partial_softmax(
+            [forward(late, *kv, mask, causal=own) for kv, mask, own in both]
+        )
         context = context.astype(q.dtype)
         found = [backward(late, *kv, mask, (context, statistics), dy[:, 32:], causal=own) for kv, mask, own in both]
         dq = found[0][0].astype(jnp.float32) + found[1][0].astype(jnp.float32)

@@ -18,10 +18,10 @@ from shapes import BLOCKS_OF_16, BLOCKS_OF_32
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.formats import MXFP4, MXFP8, MXFP8_E5M2, untile_scales
-from halfbyte.ops.backends import BACKENDS, block_scaled, native
-from halfbyte.ops.backends.fused import FusedPasses
-from halfbyte.ops.passes import XLA
+from halfbyte.formats import MXFP4, MXFP8, MXFP8_E5M2, unswizzle_scales
+from halfbyte.ops.backends import BACKENDS, cudnn_block_scaled, native
+from halfbyte.ops.backends.fused import FusedQuantizePasses
+from halfbyte.ops.quantize_passes import XLA_PASSES
 
 CASES = [
     ("nvfp4", BLOCKS_OF_16[1], "bfloat16"),
@@ -31,11 +31,11 @@ CASES = [
     ("fp8", BLOCKS_OF_16[4], "bfloat16"),
     ("bf16", BLOCKS_OF_16[3], "bfloat16"),
 ]
-B200 = devices.device("b200")
+B200 = devices.device_by_name("b200")
 
 
 def problem(recipe, shape, device=None):
-    return ops.Problem(recipe, shape.tokens, shape.inputs, shape.outputs, device=device or ops.target())
+    return ops.LinearProblem(recipe, shape.tokens, shape.inputs, shape.outputs, device=device or ops.target_device())
 
 
 # Somewhere in the table a backend must serve something: one that served nowhere would pass by being skipped.
@@ -43,8 +43,10 @@ WIDE = [("nvfp4", (256, 256, 512)), ("mxfp8", (256, 256, 512)), ("fp8", (256, 25
 
 
 def serves_something(backend) -> bool:
-    cases = [ops.Problem(hb.recipe(name), *sizes, device=d) for name, sizes in WIDE for d in devices.DEVICES.values()]
-    return any(backend.unable(case) is None for case in cases)
+    cases = [
+        ops.LinearProblem(hb.recipe(name), *sizes, device=d) for name, sizes in WIDE for d in devices.DEVICES.values()
+    ]
+    return any(backend.unsupported_reason(case) is None for case in cases)
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
@@ -53,23 +55,23 @@ def test_a_backend_serves_something_somewhere(backend):
 
 
 def test_a_backend_that_serves_nothing_is_found_out():
-    idle = dataclasses.replace(BACKENDS["carrier"], name="idle", foreign=lambda recipe: "it serves nothing")
+    idle = dataclasses.replace(BACKENDS["emulated"], name="idle", format_mismatch=lambda recipe: "it serves nothing")
     assert not serves_something(idle)
 
 
-@pytest.mark.slow(fast_cases=["carrier-nvfp4-2x48.48.80-bfloat16"])
+@pytest.mark.slow(fast_cases=["emulated-nvfp4-2x48.48.80-bfloat16"])
 @pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
 def test_conformance(backend, name, shape, dtype):
     recipe = hb.recipe(name)
-    reason = BACKENDS[backend].unable(problem(recipe, shape))
+    reason = BACKENDS[backend].unsupported_reason(problem(recipe, shape))
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
     tolerance = F8_SUMS if name == "fp8" and jax.default_backend() == "gpu" else TOLERANCE
     check_linear(recipe, *tensors(shape, dtype), backend=backend, tolerance=tolerance)
 
 
-class InterpretedPasses(FusedPasses):
+class InterpretedPasses(FusedQuantizePasses):
     """The kernels' bodies, on any device."""
 
     def unsupported(self, problem):
@@ -81,9 +83,9 @@ class InterpretedPasses(FusedPasses):
 def test_fused_passes_in_interpret_mode(monkeypatch):
     """On any machine: the bodies of the quantize kernels run on the host, and give every GEMM the right operands.
 
-    The GEMM kernel has no interpreter: `carrier` multiplies.
+    The GEMM kernel has no interpreter: `emulated` multiplies.
     """
-    interpreted = dataclasses.replace(BACKENDS["carrier"], name="fused", passes=(InterpretedPasses(),))
+    interpreted = dataclasses.replace(BACKENDS["emulated"], name="fused", passes=(InterpretedPasses(),))
     monkeypatch.setitem(BACKENDS, "fused", interpreted)
     x, w, dy = tensors(BLOCKS_OF_16[5], "bfloat16")
     check_linear(hb.recipe("nvfp4"), x, w, dy, backend="fused", compiler_options=quick)
@@ -110,7 +112,7 @@ def cudnn_call(a, b, *scales, dtype):
     result's type, of sums that are in it already.
     """
     compact = [
-        untile_scales(tiled.reshape(-1), rows.shape[1], rows.shape[2] // block)[None]
+        unswizzle_scales(tiled.reshape(-1), rows.shape[1], rows.shape[2] // block)[None]
         for rows, tiled, block in zip((a, b), scales, [16 if a.dtype == jnp.float4_e2m1fn else 32] * 2)
     ]
     sums = block_scaled_product(a, b, *compact, preferred_element_type=jnp.float32).astype(dtype)
@@ -130,7 +132,7 @@ def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
     The float4 and float8 elements and tiled scales that it hands over are decoded here, so a wrong transpose, nibble
     or tile cannot cancel.
     """
-    monkeypatch.setattr(block_scaled, "call", cudnn_call)
+    monkeypatch.setattr(cudnn_block_scaled, "cudnn_block_scaled_call", cudnn_call)
     with ops.compile_for(B200):
         choice = choose_native(name, shape)
         assert choice.passes.name == choice.weight_passes == "native"
@@ -142,21 +144,21 @@ def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
 def test_native_hands_scaled_matmul_the_right_operands(name, shape, monkeypatch):
     """The same of the plain way: the one of Hopper, of old cuDNNs and of programs that the compiler cuts."""
     monkeypatch.setattr(jax.nn, "scaled_matmul", block_scaled_product)
-    monkeypatch.setattr(block_scaled, "cudnn_version", lambda device: (9, 12, 0))
+    monkeypatch.setattr(cudnn_block_scaled, "cudnn_version", lambda device: (9, 12, 0))
     with ops.compile_for(B200):
-        assert choose_native(name, shape).passes is XLA
+        assert choose_native(name, shape).passes is XLA_PASSES
         check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
 
 
 def choose_native(name, shape):
-    return ops.choose("native", problem(hb.recipe(name), shape, B200))
+    return ops.choose_backend("native", problem(hb.recipe(name), shape, B200))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_bfloat16_result_loses_no_bit_of_the_factor(monkeypatch):
     """The power of two goes into the call and the rest onto its result: bf16(bf16(sums * 2^e) * m), to the bit."""
-    monkeypatch.setattr(block_scaled, "call", cudnn_call)
+    monkeypatch.setattr(cudnn_block_scaled, "cudnn_block_scaled_call", cudnn_call)
     x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
     with ops.compile_for(B200):
         y = jax.jit(lambda x, w: hb.qdot(x, w, recipe=hb.recipe("nvfp4"), key=KEY, backend="native"))(x, w)
@@ -173,7 +175,7 @@ def test_a_bfloat16_result_loses_no_bit_of_the_factor(monkeypatch):
 @pytest.mark.parametrize("factor", [1.0, 3.0, 2.0**-126, 1e-3, 7e-20, 0.0, 1e-45, np.inf, np.nan])
 def test_a_factor_is_split_without_loss(factor):
     factor = jnp.float32(factor)
-    power, rest = jax.jit(native.power_and_rest)(factor)
+    power, rest = jax.jit(native.split_power_of_two)(factor)
     assert float(power.astype(jnp.bfloat16)) == float(power) == 2.0 ** np.log2(float(power))
     if np.float32(factor) >= np.finfo(np.float32).tiny and np.isfinite(factor):
         assert 1 <= rest < 2 and np.float64(power) * np.float64(rest) == np.float64(factor)
@@ -188,47 +190,55 @@ def test_auto_is_native_exactly_where_the_device_trains_in_the_format():
         ("b200", "nvfp4", "native"),
         ("gb300", "nvfp4", "native"),
         ("b200", "mxfp8", "native"),
-        ("b200", "fp8", "carrier"),
-        ("b200", "bf16", "carrier"),
+        ("b200", "fp8", "emulated"),
+        ("b200", "bf16", "emulated"),
     ):
-        found = ops.choose("auto", problem(hb.recipe(name), shape, devices.device(device))).name
-        assert found == want or (want == "carrier" and found == "fused"), (device, name)
-    assert ops.choose("auto", problem(hb.recipe("nvfp4"), shape, devices.device("h100"))).name != "native"
+        found = ops.choose_backend("auto", problem(hb.recipe(name), shape, devices.device_by_name(device))).name
+        assert found == want or (want == "emulated" and found == "fused"), (device, name)
+    assert (
+        ops.choose_backend("auto", problem(hb.recipe("nvfp4"), shape, devices.device_by_name("h100"))).name != "native"
+    )
     odd = dataclasses.replace(problem(hb.recipe("nvfp4"), shape, B200), outputs=48)
-    assert ops.choose("auto", odd).name != "native"  # dgrad sums over 48
+    assert ops.choose_backend("auto", odd).name != "native"  # dgrad sums over 48
 
 
 def test_auto_goes_by_the_unit_that_a_format_names():
     """A new name costs nothing, and a format without a unit is emulated on every device."""
     shape = BLOCKS_OF_32[2]
-    new = {"mine": dataclasses.replace(MXFP8, name="mine"), "odd": dataclasses.replace(MXFP8, name="odd", unit=None)}
+    new = {
+        "mine": dataclasses.replace(MXFP8, name="mine"),
+        "odd": dataclasses.replace(MXFP8, name="odd", hardware_unit=None),
+    }
     recipes = {name: hb.Recipe(name, *[hb.OperandPolicy(format)] * 6) for name, format in new.items()}
     for device in ("h200", "b200"):
-        chosen = {n: ops.choose("auto", problem(r, shape, devices.device(device))).name for n, r in recipes.items()}
-        assert chosen == {"mine": "native" if device == "b200" else "carrier", "odd": "carrier"}
+        chosen = {
+            n: ops.choose_backend("auto", problem(r, shape, devices.device_by_name(device))).name
+            for n, r in recipes.items()
+        }
+        assert chosen == {"mine": "native" if device == "b200" else "emulated", "odd": "emulated"}
     with pytest.raises(ValueError, match="fprop multiplies odd by odd"):
-        ops.choose("native", problem(recipes["odd"], shape, B200))
+        ops.choose_backend("native", problem(recipes["odd"], shape, B200))
 
 
 @pytest.mark.parametrize("gemm, sizes", [("fprop", (64, 48, 64)), ("dgrad", (64, 64, 48)), ("wgrad", (48, 64, 64))])
 def test_native_refuses_contractions_that_are_not_multiples_of_32(gemm, sizes):
-    case = ops.Problem(hb.recipe("nvfp4"), *sizes, device=B200)
+    case = ops.LinearProblem(hb.recipe("nvfp4"), *sizes, device=B200)
     with pytest.raises(ValueError, match=rf"backend 'native' cannot serve recipe nvfp4: {gemm} sums over 48.*32.*auto"):
-        ops.choose("native", case)
+        ops.choose_backend("native", case)
     alone = dataclasses.replace(case, training=False)
-    assert (native.BACKEND.unable(alone) is None) == (gemm != "fprop")
+    assert (native.BACKEND.unsupported_reason(alone) is None) == (gemm != "fprop")
 
 
 def test_native_says_which_formats_it_lacks():
     with pytest.raises(ValueError, match="fprop multiplies fp8 by fp8; block-scaled units take one block-scaled"):
-        ops.choose("native", problem(hb.recipe("fp8"), BLOCKS_OF_16[4], B200))
+        ops.choose_backend("native", problem(hb.recipe("fp8"), BLOCKS_OF_16[4], B200))
     # XLA's rewriter knows NVFP4 and MXFP8: a scaled_matmul of MXFP4 became a dequantized bfloat16 GEMM on Blackwell.
     mxfp4 = hb.Recipe("mxfp4", *[hb.OperandPolicy(MXFP4)] * 6)
     with pytest.raises(ValueError, match="fprop multiplies mxfp4, which cuDNN's block-scaled call does not take"):
-        ops.choose("native", problem(mxfp4, BLOCKS_OF_32[2], B200))
+        ops.choose_backend("native", problem(mxfp4, BLOCKS_OF_32[2], B200))
     wide = hb.Recipe("wide", *[hb.OperandPolicy(MXFP8_E5M2)] * 6)
     with pytest.raises(ValueError, match="E5M2 on one side only"):
-        ops.choose("native", problem(wide, BLOCKS_OF_32[2], B200))
+        ops.choose_backend("native", problem(wide, BLOCKS_OF_32[2], B200))
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0, 32)])
@@ -240,9 +250,9 @@ def test_an_empty_batch_is_named(shape):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU native serves")
 def test_naming_a_backend_that_cannot_serve_is_an_error():
     x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")
-    with pytest.raises(ValueError, match="'native' cannot serve recipe nvfp4.*NVIDIA GPU.*use carrier"):
+    with pytest.raises(ValueError, match="'native' cannot serve recipe nvfp4.*NVIDIA GPU.*use emulated"):
         hb.qdot(x, w, recipe=hb.recipe("nvfp4"), backend="native")
-    with pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, reference, carrier"):
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, reference, emulated"):
         hb.qdot(x, w, recipe=hb.recipe("nvfp4"), backend="cuda")
 
 

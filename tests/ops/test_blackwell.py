@@ -39,13 +39,13 @@ def mlp(x, gate, up, down):
 
 def program(fn, device, shapes):
     """The optimized text of value_and_grad of a loss of fn, with respect to all arguments; x is bfloat16."""
-    topology = devices.topology(devices.device(device), hosts=1, per_host=1)
+    topology = devices.topology(devices.device_by_name(device), hosts=1, per_host=1)
     place = jax.sharding.SingleDeviceSharding(topology.devices[0])
     dtypes = [jnp.bfloat16] + [jnp.float32] * (len(shapes) - 1)
     arguments = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
-    with ops.compile_for(devices.device(device)):
+    with ops.compile_for(devices.device_by_name(device)):
         lowered = jax.jit(jax.value_and_grad(nonlinear_loss(fn), tuple(range(len(shapes))))).lower(*arguments)
     return lowered.compile().as_text()
 
@@ -69,13 +69,16 @@ def test_a_loop_of_layers_copies_no_product():
     """g and u of each, which kernels write and read in the loop's stacks; with their maxima, as codes. Hopper:
     test_stacks.py.
     """
-    found, product = test_stacks.moved("nvfp4", devices.device("b200")), 2 * test_stacks.TOKENS * test_stacks.HIDDEN * 2
+    found, product = (
+        test_stacks.moved("nvfp4", devices.device_by_name("b200")),
+        2 * test_stacks.TOKENS * test_stacks.HIDDEN * 2,
+    )
     assert found["slice"] < 3 * product, found
     assert found["update"] + found["fill"] < 4 * product, found
 
 
 def test_a_hopper_program_has_none():
     # Not by our own GEMM: Mosaic assembles all kernels of a process for the first target that it meets.
-    text = program(functools.partial(linear, backend="carrier"), "h100", LINEAR)
+    text = program(functools.partial(linear, backend="emulated"), "h100", LINEAR)
     assert native_gemms(text) == 0
     assert OTHER_GEMM.search(text)  # and the pattern above is not blind

@@ -20,19 +20,19 @@ from test_mlp import assert_same_bits, composed, gradients, inputs
 
 import halfbyte as hb
 from halfbyte import ops
-from halfbyte.ops.grouped_linear import check_tiles
-from halfbyte.ops.weight import Remembered
-from halfbyte.recipe import blend
-from halfbyte.train.delayed import advanced
+from halfbyte.ops.grouped_linear import check_grouped_support
+from halfbyte.ops.quantized_weight import DelayedScalingWeight
+from halfbyte.recipes import mix_recipes
+from halfbyte.train.dynamic_scaling import update_amax_history
 
-SHORT = dataclasses.replace(hb.recipe("fp8_delayed"), name="short", history=3)
+SHORT = dataclasses.replace(hb.recipe("fp8_delayed"), name="short", amax_history_len=3)
 # What x, W and dy are multiplied with, step by step: larger than anything seen, smaller, all zero, back again.
 SIZES = ((1, 1, 1), (30, 2, 1000), (1, 0.5, 1e-6), (0, 0, 0), (5, 1, 1e-3), (1, 3, 1e-5))
 
 
 def linear(x, w, dy, amaxes, **options):
     """y, dx, dw and what was seen."""
-    run = lambda x, w, amaxes: hb.qdot(x, Remembered(w, amaxes), recipe=SHORT, **options)  # noqa: E731
+    run = lambda x, w, amaxes: hb.qdot(x, DelayedScalingWeight(w, amaxes), recipe=SHORT, **options)  # noqa: E731
     y, pullback = jax.vjp(run, x, w, amaxes)
     return y, *pullback(dy)
 
@@ -45,16 +45,16 @@ def steps(dtype):
 
 
 def fresh():
-    return {"amaxes": jnp.zeros(3), "history": jnp.zeros((SHORT.history, 3))}
+    return {"amaxes": jnp.zeros(3), "history": jnp.zeros((SHORT.amax_history_len, 3))}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("carrier", "bfloat16")])
+@pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("emulated", "bfloat16")])
 def test_six_steps_are_those_of_the_rule(backend, dtype):
-    theirs, ours = delayed_oracle.Linear(SHORT.history), fresh()
+    theirs, ours = delayed_oracle.Linear(SHORT.amax_history_len), fresh()
     run = jax.jit(lambda *given: linear(*given, backend=backend), compiler_options=quick)
     saturated = 0
-    tolerance = F8_SUMS if backend == "carrier" and jax.default_backend() == "gpu" else TOLERANCE
+    tolerance = F8_SUMS if backend == "emulated" and jax.default_backend() == "gpu" else TOLERANCE
     for x, w, dy in steps(dtype):
         scales = [np.float32(tensor.scale) for tensor in (theirs.x, theirs.w, theirs.dy)]
         expected = theirs.step(matrix(x), matrix(w), matrix(dy))
@@ -67,19 +67,19 @@ def test_six_steps_are_those_of_the_rule(backend, dtype):
         np.testing.assert_array_equal(mine, scales)
         np.testing.assert_array_equal(seen, [np.abs(matrix(t)).max() for t in (x, w, dy)])
         saturated += (np.abs(expected["fprop"].left.carrier) == 448).sum() > 1
-        ours = advanced(ours, seen)
+        ours = update_amax_history(ours, seen)
     assert saturated  # numbers beyond what was seen before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["fast", "input"])
+@pytest.mark.parametrize("mode", ["operands", "input"])
 @pytest.mark.usefixtures("on_cpu")
 def test_an_mlp_is_three_linears_bit_for_bit(mode):
     """Gradients, and what is seen of each linear's x, W and dy."""
     x, *weights = inputs()
     amaxes = jnp.asarray([[2.0, 0.5, 0.1], [3.0, 0.25, 0.1], [1.0, 0.5, 1.0]])
-    given = x, *(Remembered(w, before) for w, before in zip(weights, amaxes, strict=True))
-    runs = functools.partial(hb.mlp, recipe=SHORT, mode=mode), composed(SHORT)
+    given = x, *(DelayedScalingWeight(w, before) for w, before in zip(weights, amaxes, strict=True))
+    runs = functools.partial(hb.mlp, recipe=SHORT, residuals=mode), composed(SHORT)
     together, apart = (jax.jit(gradients(run), compiler_options=quick)(*given) for run in runs)
     assert_same_bits(together, apart)
     seen = [np.asarray(weight.amaxes) for weight in together[1][1:]]
@@ -112,7 +112,7 @@ def test_what_is_not_finite_is_not_hidden_by_a_scale_of_before():
     y, dx, dw, seen = jax.jit(linear, compiler_options=quick)(x.at[0, 0, 0].set(jnp.inf), w, dy, jnp.ones(3))
     assert jnp.isnan(y).all() and jnp.isnan(dw).all() and jnp.isfinite(dx).all() and jnp.isinf(seen[0])
     before = {"amaxes": jnp.full(3, 2.0), "history": jnp.full((3, 3), 2.0)}
-    np.testing.assert_array_equal(advanced(before, seen)["amaxes"][0], 2)
+    np.testing.assert_array_equal(update_amax_history(before, seen)["amaxes"][0], 2)
 
 
 @pytest.mark.slow
@@ -130,13 +130,13 @@ def test_without_a_history_it_is_fp8():
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: dataclasses.replace(hb.recipe("nvfp4"), history=4), "one scale a tensor"),
-        (lambda: dataclasses.replace(hb.recipe("bf16"), history=4), "one scale a tensor"),
-        (lambda: dataclasses.replace(SHORT, history=-1), "a number of steps"),
+        (lambda: dataclasses.replace(hb.recipe("nvfp4"), amax_history_len=4), "one scale a tensor"),
+        (lambda: dataclasses.replace(hb.recipe("bf16"), amax_history_len=4), "one scale a tensor"),
+        (lambda: dataclasses.replace(SHORT, amax_history_len=-1), "a number of steps"),
         (lambda: dataclasses.replace(SHORT, wgrad_x=SHORT.wgrad_dy), "both of a tensor alike"),
         (lambda: dataclasses.replace(SHORT, remainder=True), "remainder"),
-        (lambda: blend(SHORT, hb.recipe("bf16"), "backward"), "all three tensors"),
-        (lambda: check_tiles([SHORT]), "dense linears alone"),
+        (lambda: mix_recipes(SHORT, hb.recipe("bf16"), "backward"), "all three tensors"),
+        (lambda: check_grouped_support([SHORT]), "dense linears alone"),
         (lambda: hb.apply_recipe(lambda w: w, "fp8_delayed"), "use fp8"),
         (lambda: hb.dot_general("fp8_delayed"), "use fp8"),
     ],

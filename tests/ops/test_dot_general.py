@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 from jax import lax
 
-import halfbyte.ops.contraction
+import halfbyte.ops.adapters.dot_general
 from halfbyte.ops import dot_general, qdot
-from halfbyte.recipe import recipe, site_key, step_key
+from halfbyte.recipes import recipe, site_key, step_key
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 NVFP4, NO_SR, BF16 = recipe("nvfp4"), recipe("nvfp4_no_sr"), recipe("bf16")
@@ -31,7 +31,7 @@ def shown_keys(monkeypatch):
         words = jax.random.key_data(key)
         return jnp.zeros((*x.shape[:-1], w.shape[-1]), jnp.float32) + (words[0] ^ words[1]).astype(jnp.float32)
 
-    monkeypatch.setattr(halfbyte.ops.contraction, "qdot", fake)
+    monkeypatch.setattr(halfbyte.ops.adapters.dot_general, "qdot", fake)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def plain_qdot(monkeypatch):
         y = lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return y.astype(out_dtype or x.dtype)
 
-    monkeypatch.setattr(halfbyte.ops.contraction, "qdot", fake)
+    monkeypatch.setattr(halfbyte.ops.adapters.dot_general, "qdot", fake)
 
 
 def normal(seed, *shape, dtype=jnp.float32):

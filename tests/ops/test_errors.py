@@ -103,8 +103,8 @@ def mlp(x=(2, 32, 64), gate=(64, 96), up=(64, 96), down=(96, 64), dtype=jnp.bflo
 
 def test_the_mlp_names_what_does_not_fit():
     assert mlp().shape == (2, 32, 64)
-    with pytest.raises(ValueError, match="mode must be one of fast, input, got 'lean'"):
-        mlp(mode="lean")
+    with pytest.raises(ValueError, match="residuals must be one of operands, input, got 'lean'"):
+        mlp(residuals="lean")
     with pytest.raises(ValueError, match="one each for gate, up, down; got gate, up"):
         mlp(recipe={"gate": NVFP4, "up": NVFP4})
     with pytest.raises(TypeError, match="bfloat16 or float32, got x of float16"):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from halfbyte.ops.exchange import Route, collect, dispatch
-from halfbyte.sharding import make_mesh, on_parts, parse_mesh
+from halfbyte.distributed import make_mesh, parse_mesh, shard_map_over
+from halfbyte.ops.moe_dispatch import ExpertRoute, all_to_all_combine, all_to_all_dispatch
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")  # rows move; the few numbers that are computed are exact
 
@@ -21,9 +21,9 @@ def through(text, do, owners, *rows):
     """`do(route, *parts)` on each device of a mesh, results one after another."""
     mesh = make_mesh(parse_mesh(text), jax.devices("cpu")[:DEVICES])
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    local = lambda owners, *parts: do(Route.of(owners, axes), *parts)  # noqa: E731
+    local = lambda owners, *parts: do(ExpertRoute.of(owners, axes), *parts)  # noqa: E731
     cut = (P(), *(P(axes) for _ in rows))
-    return np.asarray(jax.jit(on_parts(local, mesh, cut, P(axes)))(owners, *rows))
+    return np.asarray(jax.jit(shard_map_over(local, mesh, cut, P(axes)))(owners, *rows))
 
 
 @pytest.fixture(params=["uneven", "all to one", "nowhere"])
@@ -47,12 +47,12 @@ def pairs():
 @pytest.mark.parametrize("text", MESHES)
 def test_rows_come_in_the_order_of_pairs_and_go_back(text, owners):
     x = np.asarray(pairs())
-    arrived = through(text, lambda route, x: dispatch(x, route), owners, pairs()).reshape(DEVICES, -1, WIDTH)
+    arrived = through(text, lambda route, x: all_to_all_dispatch(x, route), owners, pairs()).reshape(DEVICES, -1, WIDTH)
     for device, rows in enumerate(arrived):
         own = x[np.asarray(owners) == device]
         np.testing.assert_array_equal(rows[: len(own)], own)
         assert not rows[len(own) :].any()
-    back = through(text, lambda route, x: collect(2 * dispatch(x, route), route), owners, pairs())
+    back = through(text, lambda route, x: all_to_all_combine(2 * all_to_all_dispatch(x, route), route), owners, pairs())
     np.testing.assert_array_equal(back, np.where((np.asarray(owners) < DEVICES)[:, None], 2 * x, 0))
 
 
@@ -61,8 +61,8 @@ def test_each_is_the_others_gradient(owners):
     """<dispatch x, g> = <x, collect g>, of numbers whose sums are exact."""
 
     def both(route, x, g):
-        sent, pull = jax.vjp(lambda x: dispatch(x, route), x)
-        came, back = jax.vjp(lambda g: collect(g, route), g)
+        sent, pull = jax.vjp(lambda x: all_to_all_dispatch(x, route), x)
+        came, back = jax.vjp(lambda g: all_to_all_combine(g, route), g)
         return jnp.concatenate([pull(g)[0], came, back(x)[0], sent])
 
     g = jnp.asarray(np.random.default_rng(2).integers(-9, 9, (DEVICES * DEVICES * OWN, WIDTH)), jnp.float32)

@@ -11,28 +11,27 @@ from instruments import equations, quick
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.kernels.stacks import Layer
+from halfbyte.kernels.mosaic_launch import StackSlice
 from halfbyte.ops.activation import SILU
-from halfbyte.ops.backends import fused, served
-from halfbyte.ops.backends.fused import FusedPasses
-from halfbyte.ops.backends.native import NATIVE
-from halfbyte.ops.execution import LinearPlan
-from halfbyte.ops.gemms import GEMMS
-from halfbyte.ops.linear import Linear, quantize_part
-from halfbyte.ops.operand import SCALES, Operand
-from halfbyte.ops.passes import XLA, Request, request
-from halfbyte.ops.problem import Problem
-from halfbyte.ops.shards import WHOLE
-from halfbyte.ops.weight import QWeight
-from halfbyte.recipe import recipe
+from halfbyte.ops.backends import fused, kernel_support
+from halfbyte.ops.backends.fused import FusedQuantizePasses
+from halfbyte.ops.backends.native import NATIVE_PASSES
+from halfbyte.ops.gemm_problem import GEMMS, LinearProblem
+from halfbyte.ops.linear import QuantizedLinear, quantize_weight_shard
+from halfbyte.ops.linear_plan import LinearPlan
+from halfbyte.ops.linear_sharding import UNSHARDED
+from halfbyte.ops.operand import SCALES_NAME, Operand
+from halfbyte.ops.quantize_passes import XLA_PASSES, OperandSpec, operand_spec
+from halfbyte.ops.quantized_weight import QWeight
+from halfbyte.recipes import recipe
 
 # Recipes share operands: programs of one text are compiled once.
 pytestmark = pytest.mark.usefixtures("interpreted_without_gpu", "quick_compiles")
 
 NVFP4, HALFBYTE, QUARTET2 = recipe("nvfp4"), recipe("halfbyte"), recipe("quartet2")
 KEY = jax.random.key(5)
-H200 = devices.device("h200")
-PASSES = FusedPasses()
+H200 = devices.device_by_name("h200")
+PASSES = FusedQuantizePasses()
 X = jax.random.normal(jax.random.key(0), (2, 16, 128), jnp.float32).astype(jnp.bfloat16)
 RUNS = jax.random.normal(jax.random.key(0), (2, 128, 128), jnp.float32).astype(jnp.bfloat16)  # of 128 tokens
 
@@ -42,7 +41,7 @@ jitted = functools.partial(jax.jit, compiler_options=quick)
 
 def same(found: Operand, expected: Operand) -> bool:
     a, b = (np.asarray(o.values().astype(jnp.float32)) for o in (found, expected))
-    return bool((a == b).all()) and float(found.factor) == float(expected.factor)
+    return bool((a == b).all()) and float(found.decode_scale) == float(expected.decode_scale)
 
 
 PRESETS = (
@@ -57,7 +56,7 @@ OF_DY = (("dgrad_dy", "wgrad_dy"),)
 @functools.cache
 def operands(name, asked, passes):
     """x -> the operands of each roles that are asked for together; one program for all tests."""
-    wanted = [[request(recipe(name), role, KEY) for role in roles] for roles in asked]
+    wanted = [[operand_spec(recipe(name), role, KEY) for role in roles] for roles in asked]
     return jitted(lambda x: [made for requests in wanted for made in passes.quantize(x, requests)])
 
 
@@ -67,7 +66,7 @@ def operands(name, asked, passes):
 def test_operands_equal_the_definition(name, asked) -> None:
     """Two of one tensor, and one alone; the definition makes the latter once for both."""
     x = RUNS if name == "quartet2" else X
-    found, expected = (operands(name, asked, passes)(x) for passes in (PASSES, XLA))
+    found, expected = (operands(name, asked, passes)(x) for passes in (PASSES, XLA_PASSES))
     assert len(found) == sum(map(len, asked)) and all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -75,54 +74,69 @@ def test_operands_equal_the_definition(name, asked) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_operands_by_maxima_that_were_found_before_equal_the_definition(name) -> None:
     """Found for two, they serve one of them as well."""
-    both, x = [request(recipe(name), role, KEY) for role in OF_X[0]], RUNS if name == "quartet2" else X
+    both, x = [operand_spec(recipe(name), role, KEY) for role in OF_X[0]], RUNS if name == "quartet2" else X
     asked = both[:1], both
 
     def by_maxima(x):
-        maxima = PASSES.maxima(x, both)
-        return [made for requests in asked for made in PASSES.quantize_by(x, requests, maxima)]
+        maxima = PASSES.precompute_amax(x, both)
+        return [made for requests in asked for made in PASSES.quantize_with_amax(x, requests, maxima)]
 
-    row, column, _ = operands(name, OF_X, XLA)(x)
+    row, column, _ = operands(name, OF_X, XLA_PASSES)(x)
     assert all(same(a, b) for a, b in zip(jitted(by_maxima)(x), (row, row, column), strict=True))
 
 
 @pytest.mark.slow
 def test_a_forward_operand_that_nobody_asked_for_is_made_and_one_that_was_is_made_once() -> None:
-    rows, again = (request(HALFBYTE, role, KEY) for role in ("fprop_x", "wgrad_x"))
-    (found,), (expected,) = (jitted(functools.partial(p.quantize, requests=[again]))(X) for p in (PASSES, XLA))
+    rows, again = (operand_spec(HALFBYTE, role, KEY) for role in ("fprop_x", "wgrad_x"))
+    (found,), (expected,) = (jitted(functools.partial(p.quantize, specs=[again]))(X) for p in (PASSES, XLA_PASSES))
     assert same(found, expected)
     text = str(jax.make_jaxpr(lambda x: PASSES.quantize(x, [rows, again]))(X))
     assert text.count("name=quantize_rows_squared") == 1
 
 
 @pytest.mark.slow(fast_cases=["quartet2"])
-@pytest.mark.parametrize("given", [HALFBYTE, QUARTET2], ids=str)
+@pytest.mark.parametrize("given", [HALFBYTE, QUARTET2], ids=lambda recipe: recipe.name)
 def test_a_forward_operand_of_a_weight_is_quantized_once_more_and_made_again_from_the_master(given) -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
-    problem = Problem(given, 256, 128, 256, H200)
-    choice = ops.choose("fused", problem)
-    made = jitted(lambda w: quantize_part(w, given, KEY, passes=choice.for_weight, packed=False))(w)
-    right = jitted(lambda w: XLA.load(quantize_part(w, given, KEY).dgrad, given.dgrad_w))(w)
-    assert choice.for_weight == PASSES and same(made.dgrad, right)
-    made = dataclasses.replace(made, anchor=w)
-    kept = Linear(LinearPlan(problem, choice, WHOLE, "master"), made, KEY).kept()
+    problem = LinearProblem(given, 256, 128, 256, H200)
+    choice = ops.choose_backend("fused", problem)
+    made = jitted(lambda w: quantize_weight_shard(w, given, KEY, passes=choice.weight_quantize_passes, packed=False))(w)
+    right = jitted(
+        lambda w: XLA_PASSES.operand_from_residual(quantize_weight_shard(w, given, KEY).dgrad, given.dgrad_w)
+    )(w)
+    assert choice.weight_quantize_passes == PASSES and same(made.dgrad, right)
+    made = dataclasses.replace(made, master=w)
+    kept = QuantizedLinear(LinearPlan(problem, choice, UNSHARDED, "master"), made, KEY).to_residuals()
     assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 19  # the scales of both, and the key
-    again = jitted(lambda kept, w: kept.restored(after=w).weight)(kept, w)
+    again = jitted(lambda kept, w: kept.rematerialize(depends_on=w).weight)(kept, w)
     assert same(again.fprop, made.fprop) and same(again.dgrad, made.dgrad)
 
 
 def test_what_it_does_not_make_of_a_forward_operand_is_said() -> None:
     """Without the transform numbers are float32; h's operands are made of h; what travels is packed."""
     plain = {role: dataclasses.replace(getattr(HALFBYTE, role), hadamard=False) for role in ("wgrad_x", "wgrad_dy")}
-    assert "forward" in served.foreign(dataclasses.replace(HALFBYTE, **plain))
-    assert "of h" in PASSES.unfused(SILU, [dataclasses.replace(HALFBYTE, remainder=False)] * 3)
-    assert ops.choose("fused", Problem(HALFBYTE, 256, 128, 256, H200, parts=(2, 1))).for_weight is XLA
-    assert "carrier" in NATIVE.foreign(HALFBYTE)
+    assert "forward" in kernel_support.nvfp4_format_mismatch(dataclasses.replace(HALFBYTE, **plain))
+    assert "of h" in PASSES.unsupported_activation_fusion(SILU, [dataclasses.replace(HALFBYTE, remainder=False)] * 3)
+    assert (
+        ops.choose_backend(
+            "fused", LinearProblem(HALFBYTE, 256, 128, 256, H200, weight_shards=(2, 1))
+        ).weight_quantize_passes
+        is XLA_PASSES
+    )
+    assert "dequantized" in NATIVE_PASSES.format_mismatch(HALFBYTE)
     mixed = dataclasses.replace(QUARTET2, fprop_x=HALFBYTE.fprop_x)
-    assert "wgrad_x" in served.foreign(mixed) and served.foreign(QUARTET2) is None
-    assert "128" in PASSES.unfused(SILU, [QUARTET2] * 3)
-    assert ops.choose("fused", Problem(QUARTET2, 256, 128, 256, H200, parts=(2, 1))).for_weight is XLA
-    assert "multiple of 16 tokens" in PASSES.unsupported(Problem(QUARTET2, 24, 128, 256, H200, training=False))
+    assert (
+        "wgrad_x" in kernel_support.nvfp4_format_mismatch(mixed)
+        and kernel_support.nvfp4_format_mismatch(QUARTET2) is None
+    )
+    assert "128" in PASSES.unsupported_activation_fusion(SILU, [QUARTET2] * 3)
+    assert (
+        ops.choose_backend(
+            "fused", LinearProblem(QUARTET2, 256, 128, 256, H200, weight_shards=(2, 1))
+        ).weight_quantize_passes
+        is XLA_PASSES
+    )
+    assert "multiple of 16 tokens" in PASSES.unsupported(LinearProblem(QUARTET2, 24, 128, 256, H200, training=False))
 
 
 @pytest.mark.slow
@@ -130,32 +144,34 @@ def test_what_it_does_not_make_of_a_forward_operand_is_said() -> None:
 def test_a_tensor_of_quartet2_that_is_not_finite_gives_nan_as_the_definition_does(bad) -> None:
     """Its row has the definition's numbers all the same."""
     x = RUNS.at[0, 3, 5].set(bad)
-    found, expected = (operands("quartet2", OF_X, passes)(x) for passes in (PASSES, XLA))
-    assert all(np.isnan(float(o.factor)) for o in (*found, *expected))
+    found, expected = (operands("quartet2", OF_X, passes)(x) for passes in (PASSES, XLA_PASSES))
+    assert all(np.isnan(float(o.decode_scale)) for o in (*found, *expected))
     a, b = (np.asarray(made[0].values().astype(jnp.float32)) for made in (found, expected))
     assert (a == b).all()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("passes", [PASSES, XLA], ids=["fused", "xla"])
+@pytest.mark.parametrize("passes", [PASSES, XLA_PASSES], ids=["fused", "xla"])
 def test_a_choice_does_not_depend_on_the_size_of_a_tensor(passes) -> None:
     """Where squares of its numbers leave float32's range the definition and the kernels choose as elsewhere."""
-    chosen = jitted(lambda x: passes.quantize(x, [request(recipe("nvfp4_4over6_mse"), "fprop_x", KEY)])[0].values())
+    chosen = jitted(
+        lambda x: passes.quantize(x, [operand_spec(recipe("nvfp4_4over6_mse"), "fprop_x", KEY)])[0].values()
+    )
     for size in (1e-30, 1e-19, 1e-5, 1e19, 1e30):
         power = 2.0 ** int(np.log2(size))
         assert bool((chosen(X) == chosen((X * power).astype(X.dtype))).all()), size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [NVFP4, QUARTET2], ids=str)
+@pytest.mark.parametrize("given", [NVFP4, QUARTET2], ids=lambda recipe: recipe.name)
 def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back(given) -> None:
-    requests = [request(given, "fprop_x", KEY), request(given, "wgrad_x", KEY, kept=True)]
+    requests = [operand_spec(given, "fprop_x", KEY), operand_spec(given, "wgrad_x", KEY, kept=True)]
 
     def both(passes):
         kept = passes.quantize(RUNS, requests)[1]
-        return kept, passes.load(kept, given.wgrad_x)
+        return kept, passes.operand_from_residual(kept, given.wgrad_x)
 
-    (a, found), (b, expected) = (jitted(functools.partial(both, passes))() for passes in (PASSES, XLA))
+    (a, found), (b, expected) = (jitted(functools.partial(both, passes))() for passes in (PASSES, XLA_PASSES))
     assert (a.packed == b.packed).all() and (a.scales == b.scales).all() and a.amax == b.amax
     assert same(found, expected)
 
@@ -164,9 +180,18 @@ def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back(give
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])  # of a master, and of one that its owner casts
 def test_a_weight_equals_the_definition(dtype) -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), dtype)
-    assert ops.choose("fused", Problem(NVFP4, 256, 128, 256, H200, weight_dtype=w.dtype.name)).for_weight == PASSES
-    found = jitted(lambda w: PASSES.weight(w, Request(NVFP4.fprop_w, -2), packed=False))
-    expected = jitted(lambda w: XLA.load(XLA.weight(w, Request(NVFP4.fprop_w, -2)), NVFP4.fprop_w))
+    assert (
+        ops.choose_backend(
+            "fused", LinearProblem(NVFP4, 256, 128, 256, H200, weight_dtype=w.dtype.name)
+        ).weight_quantize_passes
+        == PASSES
+    )
+    found = jitted(lambda w: PASSES.quantize_weight(w, OperandSpec(NVFP4.fprop_w, -2), packed=False))
+    expected = jitted(
+        lambda w: XLA_PASSES.operand_from_residual(
+            XLA_PASSES.quantize_weight(w, OperandSpec(NVFP4.fprop_w, -2)), NVFP4.fprop_w
+        )
+    )
     assert same(found(w), expected(w))
 
 
@@ -176,16 +201,20 @@ def test_a_weight_equals_the_definition(dtype) -> None:
 def test_a_weight_in_blocks_along_an_axis_equals_the_definition(name, width) -> None:
     w = jax.random.normal(jax.random.key(1), (128, width), jnp.float32)
     given = recipe(name)
-    assert ops.choose("fused", Problem(given, 256, 128, 256, H200)).for_weight == PASSES
+    assert ops.choose_backend("fused", LinearProblem(given, 256, 128, 256, H200)).weight_quantize_passes == PASSES
     for role, axis in (("fprop_w", -2), ("dgrad_w", -1)):
         if width % 16 and axis == -1:
             continue
         policy = getattr(given, role)
 
         def made(w, policy=policy, axis=axis):
-            found = PASSES.weight(w, Request(policy, axis), packed=False)
-            again = PASSES.remake_weight(w, PASSES.keep_weight(found), Request(policy, axis))
-            return found, again, XLA.load(XLA.weight(w, Request(policy, axis)), policy)
+            found = PASSES.quantize_weight(w, OperandSpec(policy, axis), packed=False)
+            again = PASSES.rematerialize_weight(w, PASSES.weight_residual(found), OperandSpec(policy, axis))
+            return (
+                found,
+                again,
+                XLA_PASSES.operand_from_residual(XLA_PASSES.quantize_weight(w, OperandSpec(policy, axis)), policy),
+            )
 
         found, again, right = jitted(made)(w)
         assert same(found, right)
@@ -193,18 +222,18 @@ def test_a_weight_in_blocks_along_an_axis_equals_the_definition(name, width) -> 
 
 
 def test_a_weight_in_blocks_along_an_axis_that_travels_is_the_definitions() -> None:
-    problem = Problem(recipe("nvfp4_4over6_mse"), 256, 128, 256, H200, parts=(2, 1))
-    assert ops.choose("fused", problem).for_weight.name == "xla"
+    problem = LinearProblem(recipe("nvfp4_4over6_mse"), 256, 128, 256, H200, weight_shards=(2, 1))
+    assert ops.choose_backend("fused", problem).weight_quantize_passes.name == "xla"
 
 
 def test_a_weight_that_travels_is_packed_as_the_definition_packs_it_and_loads_back() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32).at[3, 5].set(-0.0)
 
     def both(passes, w):
-        codes = passes.weight(w, Request(NVFP4.fprop_w, -2), packed=True)
-        return codes, passes.load_weight(codes, NVFP4.fprop_w, axis=-2)
+        codes = passes.quantize_weight(w, OperandSpec(NVFP4.fprop_w, -2), packed=True)
+        return codes, passes.load_packed_weight(codes, NVFP4.fprop_w, axis=-2)
 
-    (a, found), (b, expected) = (jitted(functools.partial(both, passes))(w) for passes in (PASSES, XLA))
+    (a, found), (b, expected) = (jitted(functools.partial(both, passes))(w) for passes in (PASSES, XLA_PASSES))
     assert (a.packed == b.packed).all() and (a.scales == b.scales).all() and a.amax == b.amax
     assert same(found, expected)
 
@@ -212,20 +241,22 @@ def test_a_weight_that_travels_is_packed_as_the_definition_packs_it_and_loads_ba
 @pytest.mark.slow
 def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
-    made = QWeight(w, PASSES.weight(w, Request(NVFP4.fprop_w, -2), packed=False), None, NVFP4)
-    problem = Problem(NVFP4, 256, 128, 256, H200)
-    kept = Linear(LinearPlan(problem, ops.choose("fused", problem), WHOLE, "master"), made, None).kept()
-    assert kept.weight.anchor is w
+    made = QWeight(w, PASSES.quantize_weight(w, OperandSpec(NVFP4.fprop_w, -2), packed=False), None, NVFP4)
+    problem = LinearProblem(NVFP4, 256, 128, 256, H200)
+    kept = QuantizedLinear(
+        LinearPlan(problem, ops.choose_backend("fused", problem), UNSHARDED, "master"), made, None
+    ).to_residuals()
+    assert kept.weight.master is w
     assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 9  # the scales, and one more float
-    again = kept.restored(after=w).weight
+    again = kept.rematerialize(depends_on=w).weight
     assert (again.fprop.array == made.fprop.array).all() and same(again.fprop, made.fprop)
 
 
 @pytest.mark.parametrize(
     "change, reason",
     [
-        ({"device": devices.device("cpu")}, "NVIDIA"),
-        ({"sharded": True}, "sharded"),
+        ({"device": devices.device_by_name("cpu")}, "NVIDIA"),
+        ({"partitioned_by_xla": True}, "sharded"),
         ({"dtype": "float32"}, "bfloat16"),
         ({"recipe": recipe("mxfp4")}, "mxfp4"),
         ({"recipe": recipe("nvfp4_rht_everywhere")}, "Hadamard"),
@@ -234,40 +265,42 @@ def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:
 )
 def test_it_says_why_it_cannot_serve(change, reason) -> None:
     given = {"recipe": NVFP4, "tokens": 256, "inputs": 256, "outputs": 512, "device": H200} | change
-    assert reason in fused.BACKEND.unable(Problem(**given))
+    assert reason in fused.BACKEND.unsupported_reason(LinearProblem(**given))
 
 
 def test_it_serves_nvfp4_on_one_hopper_gpu() -> None:
-    problem = Problem(NVFP4, 256, 256, 512, H200)
-    assert fused.BACKEND.unable(problem) is None
-    assert [fused.unsupported(problem, gemm) for gemm in GEMMS] == [None] * 3
+    problem = LinearProblem(NVFP4, 256, 256, 512, H200)
+    assert fused.BACKEND.unsupported_reason(problem) is None
+    assert [fused.fused_unsupported(problem, gemm) for gemm in GEMMS] == [None] * 3
 
 
 def test_it_serves_widths_that_no_tile_divides() -> None:
-    assert fused.BACKEND.unable(Problem(NVFP4, 256, 96, 1376, H200)) is None
+    assert fused.BACKEND.unsupported_reason(LinearProblem(NVFP4, 256, 96, 1376, H200)) is None
 
 
 @pytest.mark.slow
 def test_a_weight_is_read_where_it_lies_among_those_of_other_layers() -> None:
     """The same carrier, and the master kept as where it lies."""
     stack = jax.random.normal(jax.random.key(1), (3, 128, 256), jnp.float32)
-    problem = Problem(NVFP4, 256, 128, 256, H200)
-    plan = LinearPlan(problem, ops.choose("fused", problem), WHOLE, "master")
+    problem = LinearProblem(NVFP4, 256, 128, 256, H200)
+    plan = LinearPlan(problem, ops.choose_backend("fused", problem), UNSHARDED, "master")
 
     def made(stack, number, layer):
         given = stack[number] if layer is None else layer
-        w = dataclasses.replace(quantize_part(given, NVFP4, None, passes=PASSES, packed=False), anchor=stack[number])
-        kept = Linear(plan, w, None, layer=layer).kept()
-        return kept.weight, w.fprop, kept.restored(after=stack).weight.fprop
+        w = dataclasses.replace(
+            quantize_weight_shard(given, NVFP4, None, passes=PASSES, packed=False), master=stack[number]
+        )
+        kept = QuantizedLinear(plan, w, None, layer=layer).to_residuals()
+        return kept.weight, w.fprop, kept.rematerialize(depends_on=stack).weight.fprop
 
-    layer = Layer(stack, jnp.int32(1))
+    layer = StackSlice(stack, jnp.int32(1))
     (anchored, found, again), (sliced, expected, _) = (made(stack, 1, at) for at in (layer, None))
     assert same(found, expected) and same(again, expected)
-    assert anchored.anchor is layer and sliced.anchor.shape == (128, 256)
+    assert anchored.master is layer and sliced.master.shape == (128, 256)
 
 
-MAXIMA = ("maxima", "weight_maxima")  # jitted functions, each of a launch
-KEPT = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SCALES))
+MAXIMA = ("partial_amax", "weight_partial_amax")  # jitted functions, each of a launch
+KEPT = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SCALES_NAME))
 
 
 def maxima(layer, *shapes) -> int:
@@ -300,9 +333,9 @@ def test_no_tensor_is_read_again_for_scales_that_are_kept(name) -> None:
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "fp8"])
 def test_nor_is_the_x_of_an_mlp_that_makes_its_operands_again_itself(name) -> None:
     def gated(mode):
-        return lambda x, *weights: ops.mlp(x, *weights, recipe=name, key=KEY, mode=mode)
+        return lambda x, *weights: ops.mlp(x, *weights, recipe=name, key=KEY, residuals=mode)
 
     shapes = (2, 1024, 512), (512, 1024), (512, 1024), (1024, 512)
-    once = maxima(gated("fast"), *shapes)
+    once = maxima(gated("operands"), *shapes)
     assert 0 < once == maxima(gated("input"), *shapes) == maxima(KEPT(gated("input")), *shapes)
     assert once < maxima(jax.checkpoint(gated("input")), *shapes)

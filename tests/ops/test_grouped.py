@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from halfbyte import devices, ops
-from halfbyte.kernels.matmul import matmul
-from halfbyte.ops import grouped as grouped_qdots
-from halfbyte.ops import grouped_linear, problem, tiles
-from halfbyte.recipe import recipe
+from halfbyte.kernels.hopper_gemm import matmul
+from halfbyte.ops import expert_tiles, gemm_problem, grouped_linear
+from halfbyte.ops import grouped_dot as grouped_qdots
+from halfbyte.recipes import recipe
 
 COUNTS = np.array([0, 1, 15, 16, 17, 2000], np.int32)
 ON_GPU = jax.default_backend() == "gpu"
@@ -146,19 +146,19 @@ def one_amax(monkeypatch):
 
 
 def blocks_of_two_experts(monkeypatch):
-    monkeypatch.setattr(tiles, "whole_tiles", lambda counts, tile: counts)
+    monkeypatch.setattr(expert_tiles, "padded_group_sizes", lambda counts, tile: counts)
 
 
 def an_offset_one_block_off(monkeypatch):
-    real = tiles.places
+    real = expert_tiles.row_of_pair
     moved = lambda experts, *where: real(experts, *where) + jnp.where(experts == 4, 16, 0)  # noqa: E731
-    monkeypatch.setattr(tiles, "places", moved)
+    monkeypatch.setattr(expert_tiles, "row_of_pair", moved)
 
 
 def bytes_counted_from_the_buffer(monkeypatch):
-    real = grouped_linear._noise
-    spoil = lambda found: dataclasses.replace(found, first=jnp.arange(found.first.size) * found.tile)  # noqa: E731
-    monkeypatch.setattr(grouped_linear, "_noise", lambda words, shape, found: real(words, shape, spoil(found)))
+    real = grouped_linear._random_bytes
+    spoil = lambda found: dataclasses.replace(found, first_tile_of_expert=jnp.arange(found.experts.size) * found.tile)  # noqa: E731
+    monkeypatch.setattr(grouped_linear, "_random_bytes", lambda words, shape, found: real(words, shape, spoil(found)))
 
 
 def tail_rows_counted(monkeypatch):
@@ -169,14 +169,14 @@ def tail_rows_counted(monkeypatch):
 
 def runs_of_two_experts(monkeypatch):
     """Hadamard runs over tokens begin half a run late, in both operands of wgrad alike."""
-    real = grouped_linear.transform_runs
+    real = grouped_linear.hadamard_transform
 
     def late(x, *, axis, points):
         moved = jnp.roll(x, points // 2, axis) if axis == -2 else x
         made = real(moved, axis=axis, points=points)
         return jnp.roll(made, -points // 2, axis) if axis == -2 else made
 
-    monkeypatch.setattr(grouped_linear, "transform_runs", late)
+    monkeypatch.setattr(grouped_linear, "hadamard_transform", late)
 
 
 FAULTS = (one_amax, blocks_of_two_experts, an_offset_one_block_off, bytes_counted_from_the_buffer)
@@ -230,13 +230,13 @@ def test_groups_that_do_not_fit_are_refused_or_nan():
 @pytest.mark.slow
 def test_groups_that_no_one_can_have_are_no_steps_of_a_kernel(monkeypatch):
     """A walk that is told of fewer steps than none, or of more than there are rows, may never end."""
-    seen, made = [], tiles.Tiles.of
+    seen, made = [], expert_tiles.ExpertTiles.from_counts
 
     def watched(counts, *more):
         jax.debug.callback(seen.append, counts)
         return made(counts, *more)
 
-    monkeypatch.setattr(tiles.Tiles, "of", watched)
+    monkeypatch.setattr(expert_tiles.ExpertTiles, "from_counts", watched)
     x, w, _ = given()
     run = jax.jit(lambda groups: ops.grouped_qdot(x, w, groups, recipe="bf16"))
     y = run(jnp.array([-200, 1, 2**31 - 1, 0, -(2**31), 5], jnp.int32))
@@ -255,7 +255,7 @@ def test_kernels_make_and_multiply_the_codes_of_each_expert(interpreted, device,
     x = jnp.asarray(random.normal(size=(151, wide)) * sizes, jnp.bfloat16)
     w = jnp.asarray(random.normal(size=(3, wide, wide)) * 10.0 ** np.arange(3)[:, None, None], jnp.float32)
     dy = jnp.asarray(random.normal(size=(151, wide)) / sizes, jnp.bfloat16)
-    with problem._target(devices.device(device)):
+    with gemm_problem._target(devices.device_by_name(device)):
         found = grouped("nvfp4", "auto")(x, w, dy, counts)
         program = str(jax.make_jaxpr(grouped("nvfp4", "auto"))(x, w, dy, counts))
     assert weight in program and ("u8[128,320]" in program) == (device == "gb300")  # dy's codes, turned
@@ -277,12 +277,22 @@ def test_codes_for_blackwell_are_the_definition_s(interpreted):
 
     @jax.jit
     def values(x, w, dy, counts):
-        found = grouped_linear.grouped_operands(x, w, dy, tiles.Tiles.of(counts, 384, 128), recipe=nvfp4, key=KEY)
-        factors = {role: operand.factor for role, operand in found.items()}
+        found = grouped_linear.grouped_operands(
+            x, w, dy, expert_tiles.ExpertTiles.from_counts(counts, 384, 128), recipe=nvfp4, key=KEY
+        )
+        factors = {role: operand.decode_scale for role, operand in found.items()}
         decoded = {role: o.values(role, getattr(nvfp4, role)) for role, o in found.items()}
-        assert all((o.scales is not None) == (problem.target().name == "gb300") for o in found.values())
+        assert all((o.scales is not None) == (gemm_problem.target_device().name == "gb300") for o in found.values())
         return {role: each.astype(jnp.float32) for role, each in decoded.items()}, factors
 
-    with problem._target(devices.device("gb300")):
+    with gemm_problem._target(devices.device_by_name("gb300")):
         found = values(x, w, dy, counts)
     jax.tree.map(np.testing.assert_array_equal, found, values(x, w, dy, counts))
+
+
+def test_grouped_qdot_negative_count_traced_is_nan():
+    """The counts add up to the rows, but one is negative: no row belongs to that expert."""
+    x, w = jnp.ones((32, 16), jnp.bfloat16), jnp.ones((3, 16, 16))
+    run = jax.jit(lambda counts: ops.grouped_qdot(x, w, counts, recipe="bf16"))
+    assert np.isnan(np.asarray(run(jnp.int32([16, -8, 24])), np.float32)).all()
+    assert np.isfinite(np.asarray(run(jnp.int32([16, 0, 16])), np.float32)).all()

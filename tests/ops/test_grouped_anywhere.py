@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import ops
-from halfbyte.devices import device
+from halfbyte.devices import device_by_name
 from halfbyte.formats import SharedBitsWarning
 
 GROUPS, EXPERTS, INPUTS, OUTPUTS = (5, 0, 9), 3, 32, 32
@@ -114,15 +114,15 @@ def test_a_device_of_a_shard_map_has_its_own_groups(backend):
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("chip", ["h200", "gb300"])
 def test_where_xla_shares_a_program_out_no_kernel_of_ours_is_in_it(chip, recipe):
-    """Each reads a whole array on one device. qdot's are left out there by `Problem.sharded`; on one device both have
-    some."""
+    """Each kernel reads a whole array of one device. `LinearProblem.partitioned_by_xla` leaves out those of qdot; on
+    one device both programs have kernels."""
     shapes = ((512, 256), jnp.bfloat16), ((4, 256, 256), jnp.float32), ((4,), jnp.int32)
     x, w, groups = (jax.ShapeDtypeStruct(*each) for each in shapes)
     run = gradients(functools.partial(grouped, recipe=recipe))
 
     def kernels(devices):
         mesh = Mesh(np.array(jax.devices("cpu")[:devices]), ("data",), axis_types=(AxisType.Auto,))
-        with jax.set_mesh(mesh), ops.compile_for(device(chip)):
+        with jax.set_mesh(mesh), ops.compile_for(device_by_name(chip)):
             return set(re.findall("mpmd_map|pallas_call", str(jax.make_jaxpr(run)(x, w, groups))))
 
     assert not kernels(2)

@@ -14,7 +14,7 @@ from halfbyte import devices, ops
 from halfbyte.ops.backends import fp8
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
-H200 = devices.device("h200")
+H200 = devices.device_by_name("h200")
 CALL = re.compile(r'= \((bf16|f32)\[[\d,]+\].*custom_call_target="__cublas\$lt\$matmul\$f8"')
 
 
@@ -35,7 +35,7 @@ def program(fn, *shapes, options=None):
     def loss(*args):
         return jnp.sum(fn(*args).astype(jnp.float32) ** 2)
 
-    with ops.compile_for(H200), fp8.one_call():
+    with ops.compile_for(H200), fp8.fuse_scales_into_gemm():
         lowered = jax.jit(jax.grad(loss, tuple(range(len(shapes))))).lower(*arguments)
     return lowered.compile(compiler_options=options).as_text()
 
@@ -47,7 +47,7 @@ def linear(x, w):
 def test_three_8_bit_gemms_take_their_scales_and_write_what_is_read() -> None:
     text = program(linear, (256, 128), (128, 256), options=fp8.COMPILER_OPTIONS)
     assert sorted(CALL.findall(text)) == ["bf16", "bf16", "f32"]
-    assert not fp8.stray_gemms(text)
+    assert not fp8.unexpected_fp8_gemms(text)
     assert " transpose(" not in text
 
 
@@ -61,8 +61,8 @@ def test_jit_gives_somebody_elses_step_the_same_gemms() -> None:
     with ops.compile_for(H200):
         step = hb.jit(jax.grad(hb.apply_recipe(loss, "fp8", show=None), (0, 1)), "fp8")
         text = step.lower(w, x).compile().as_text()
-    assert CALL.findall(text) == ["bf16"] * 3 and not fp8.stray_gemms(text)
+    assert CALL.findall(text) == ["bf16"] * 3 and not fp8.unexpected_fp8_gemms(text)
 
 
 def test_without_its_options_a_gemm_that_was_given_its_scales_is_found_out() -> None:
-    assert fp8.stray_gemms(program(linear, (256, 128), (128, 256)))
+    assert fp8.unexpected_fp8_gemms(program(linear, (256, 128), (128, 256)))

@@ -30,10 +30,10 @@ from halfbyte.formats import (
     NVFP4_ROW,
     NVFP4_TETRA,
     BlockFormat,
-    TwoLevel,
-    to_grid,
+    TwoLevelScale,
+    quantize_to_grid,
 )
-from halfbyte.recipe import WEIGHTS, OperandPolicy, recipe_names
+from halfbyte.recipes import WEIGHT_ROLES, OperandPolicy, recipe_names
 
 LEAGUE = Path(os.environ.get("HALFBYTE_LEAGUE", Path(__file__).parents[1] / "league"))
 WHOLE_GROUPS = Linear((2, 64), 128, 256)  # runs of 128 in every contraction
@@ -68,6 +68,9 @@ LINEARS = {  # file, and what its fields begin with
     ("fos_mse", "rn__"): four_over_six(NVFP4_46_MSE, hadamard=True),
     ("quartet2", ""): hb.Recipe("forward", fprop_x=QUARTET2.fprop_x, fprop_w=QUARTET2.fprop_w),
 }
+
+
+REQUANTIZED = "requantize_forward"
 
 
 @pytest.mark.slow
@@ -126,8 +129,8 @@ def gain(fmt, rounding):
     x = jax.random.normal(jax.random.key(3), (64, 256))
 
     def value(byte):
-        grid = to_grid(x, fmt, noise=jnp.full(x.shape, byte, jnp.uint8), rounding=rounding)
-        return grid.carrier() * grid.scales.tensor_decode
+        grid = quantize_to_grid(x, fmt, noise=jnp.full(x.shape, byte, jnp.uint8), rounding=rounding)
+        return grid.dequantize_blocks() * grid.scales.tensor_decode
 
     draw = jax.jit(value, compiler_options=quick)
     mean = sum(np.asarray(draw(jnp.uint8(byte)), np.float64) for byte in range(256)) / 256
@@ -146,8 +149,8 @@ def test_what_is_called_unbiased_is_and_the_published_rounding_is_not():
 
 def test_no_kernel_serves_what_it_does_not_make():
     """Each new field, on a device with every backend: named, it is refused; under auto another one serves."""
-    gpu = devices.device("h200")
-    changes = [{"rounding": "away"}, {"format": NVFP4_ROW}, {"source": "forward"}, {"hadamard_size": 32},
+    gpu = devices.device_by_name("h200")
+    changes = [{"rounding": "away"}, {"format": NVFP4_ROW}, {"source": "requantize_forward"}, {"hadamard_size": 32},
                {"signs": "fresh"}]  # fmt: skip
     for change in changes:
         nvfp4, both = hb.recipe("nvfp4_1d_weights"), ("wgrad_x", "wgrad_dy")
@@ -155,29 +158,33 @@ def test_no_kernel_serves_what_it_does_not_make():
             nvfp4 = dataclasses.replace(nvfp4, **nvfp4.with_operands(both, hadamard=False))
         roles = both[:1] if "source" in change else both
         recipe = dataclasses.replace(nvfp4, name="mine", **nvfp4.with_operands(roles, **change))
-        problem = ops.Problem(recipe, 256, 256, 512, gpu)
-        assert ops.choose("auto", problem).name == "carrier", change
+        problem = ops.LinearProblem(recipe, 256, 256, 512, gpu)
+        assert ops.choose_backend("auto", problem).name == "emulated", change
         with pytest.raises(ValueError, match="cannot serve recipe mine"):
-            ops.choose("fused", problem)
+            ops.choose_backend("fused", problem)
 
 
 def test_an_outer_scale_inside_the_sum_is_multiplied_by_the_reference():
-    problem = ops.Problem(hb.recipe("tetrajet2"), 256, 256, 512, devices.device("h200"))
-    chosen = ops.choose("auto", problem)
+    problem = ops.LinearProblem(hb.recipe("tetrajet2"), 256, 256, 512, devices.device_by_name("h200"))
+    chosen = ops.choose_backend("auto", problem)
     assert chosen.name == "reference" and {by for _, by in chosen.multipliers} == {"reference"}
-    with pytest.raises(ValueError, match=r"'carrier' cannot serve.*inside the sum"):
-        ops.choose("carrier", problem)
+    with pytest.raises(ValueError, match=r"'emulated' cannot serve.*inside the sum"):
+        ops.choose_backend("emulated", problem)
+
+
+def _two_level(name, element, **scale):
+    return BlockFormat(name, element, 16, TwoLevelScale(**scale))
 
 
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: BlockFormat("four", NVFP4.element, 16, TwoLevel(among=(4.0,))), "whose largest value is 6"),
-        (lambda: BlockFormat("eight", NVFP4.element, 16, TwoLevel(among=(6.0, 8.0))), "does not serve E2M1"),
-        (lambda: BlockFormat("uniform", E1M2, 16, TwoLevel(among=(6.0, 4.0))), "does not serve E1M2"),
-        (lambda: BlockFormat("wide", hb.formats.E4M3, 16, TwoLevel()), "significant bits"),
-        (lambda: BlockFormat("odd", NVFP4.element, 16, TwoLevel(outer="column")), "outer must be one of"),
-        (lambda: BlockFormat("odd", NVFP4.element, 16, TwoLevel(measure="worst")), "measure must be one of"),
+        (lambda: _two_level("four", NVFP4.element, candidate_targets=(4.0,)), "whose largest value is 6"),
+        (lambda: _two_level("eight", NVFP4.element, candidate_targets=(6.0, 8.0)), "does not serve E2M1"),
+        (lambda: _two_level("uniform", E1M2, candidate_targets=(6.0, 4.0)), "does not serve E1M2"),
+        (lambda: BlockFormat("wide", hb.formats.E4M3, 16, TwoLevelScale()), "significant bits"),
+        (lambda: _two_level("odd", NVFP4.element, outer_granularity="column"), "outer_granularity must be one of"),
+        (lambda: _two_level("odd", NVFP4.element, error_metric="worst"), "error_metric must be one of"),
         (lambda: OperandPolicy(NVFP4_ROW, block="2d"), "cannot apply"),
         (lambda: OperandPolicy(NVFP4_TETRA, block="2d"), "cannot apply"),
         (lambda: OperandPolicy(NVFP4, hadamard=True, hadamard_size=8), "hadamard_size must be one of 16"),
@@ -185,8 +192,8 @@ def test_an_outer_scale_inside_the_sum_is_multiplied_by_the_reference():
         (lambda: _changed("nvfp4", ("wgrad_x",), hadamard_size=32), "both operands take the same"),
         (lambda: _changed("nvfp4", ("wgrad_dy",), signs="fresh"), "both operands take the same"),
         (lambda: _changed("nvfp4", ("wgrad_x",), hadamard=False), "set both or neither"),
-        (lambda: _changed("nvfp4", ("dgrad_dy",), source="forward"), "quantizes a forward operand once more"),
-        (lambda: _changed("nvfp4_rht_everywhere", ("wgrad_x",), source="forward"), "means nothing to another"),
+        (lambda: _changed("nvfp4", ("dgrad_dy",), source=REQUANTIZED), "quantizes a forward operand once more"),
+        (lambda: _changed("nvfp4_rht_everywhere", ("wgrad_x",), source=REQUANTIZED), "means nothing to another"),
         (lambda: dataclasses.replace(hb.recipe("nvfp4_row"), shared_scales=True), "scales of rows"),
     ],
 )  # fmt: skip
@@ -204,9 +211,9 @@ def test_every_recipe_can_be_spelled_out_and_read_again():
     for name in recipe_names():
         made = hb.recipe(name)
         if name != "fp4_one_scale":
-            assert hb.recipe(hb.recipe.spell_recipe(made)) == made
+            assert hb.recipe(hb.recipes.recipe_to_text(made)) == made
 
 
 def test_weights_of_every_new_preset_are_blocked_as_it_says():
     assert {name for name in recipe_names() if hb.recipe(name).fprop_w.block == "2d"} >= {"ue5m3", "nvfp4_unbiased"}
-    assert all(hb.recipe("nvfp4_4over6_sr").operands()[role].block == "1d" for role in WEIGHTS)
+    assert all(hb.recipe("nvfp4_4over6_sr").operands()[role].block == "1d" for role in WEIGHT_ROLES)

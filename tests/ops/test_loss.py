@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.nn.loss import Spread, cross_entropy, token_nll
-from halfbyte.sharding import make_mesh, parse_mesh
+from halfbyte.distributed import make_mesh, parse_mesh
+from halfbyte.ops.cross_entropy import LossSharding, cross_entropy, per_token_nll
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 BATCH, SEQ, WIDTH, VOCAB = 4, 24, 32, 96
@@ -93,7 +93,7 @@ def test_no_gradient_flows_through_aux():
 @pytest.mark.slow
 def test_token_nll_adds_up():
     hidden, head, targets = inputs()
-    each = np.asarray(jax.jit(lambda h: token_nll(h, head, targets, chunk=40))(hidden))
+    each = np.asarray(jax.jit(lambda h: per_token_nll(h, head, targets, chunk=40))(hidden))
     assert each.shape == targets.shape and np.abs(each[np.asarray(targets) < 0]).max() == 0.0
     assert float(each.sum()) == pytest.approx(float(naive(hidden, head, targets, 0.0)), rel=1e-6)
 
@@ -114,13 +114,13 @@ def test_on_a_mesh(mesh):
     hidden, head, targets = inputs()
 
     def run(h, w, mesh=None):
-        return cross_entropy(h, w, targets, z_loss=1e-2, chunk=8, spread=Spread(mesh))[0]
+        return cross_entropy(h, w, targets, z_loss=1e-2, chunk=8, spread=LossSharding(mesh))[0]
 
     single = with_gradients(run)(hidden, head)
     spread = with_gradients(lambda *a: run(*a, mesh=mesh))(hidden, head)
     for a, b in zip(jax.tree.leaves(single), jax.tree.leaves(spread), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    each = jax.jit(lambda h, w: token_nll(h, w, targets, spread=Spread(mesh)))(hidden, head)
+    each = jax.jit(lambda h, w: per_token_nll(h, w, targets, spread=LossSharding(mesh)))(hidden, head)
     assert float(each.sum()) == pytest.approx(float(naive(hidden, head, targets, 0.0)), rel=1e-6)
 
 
@@ -128,6 +128,6 @@ def test_shapes_that_do_not_fit_are_refused():
     hidden, head, targets = inputs()
     with pytest.raises(ValueError, match="do not fit"):
         cross_entropy(hidden, head.T, targets)
-    over = Spread(make_mesh({"fsdp": 2, "tensor": 4}, jax.devices("cpu")))
+    over = LossSharding(make_mesh({"fsdp": 2, "tensor": 4}, jax.devices("cpu")))
     with pytest.raises(ValueError, match="vocab_size is 90, which tensor=4 does not divide"):
         cross_entropy(hidden, head[:, :90], targets, spread=over)

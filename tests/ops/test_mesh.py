@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import ops
-from halfbyte.launch.supervise import held_port
+from halfbyte.distributed.supervisor import reserved_port
 
 MESHES = [(1, 1), (4, 1), (2, 2), (1, 4)]
 BOTH_WAYS = [(1, 1), (2, 2)]
@@ -60,7 +60,7 @@ def test_parts_are_the_definition_of_the_whole():
 
 @pytest.mark.slow
 def test_a_part_that_does_not_know_its_place_is_found(monkeypatch):
-    monkeypatch.setattr("halfbyte.ops.operand.offsets", lambda shape, cut: (0,) * len(shape))
+    monkeypatch.setattr("halfbyte.ops.operand.shard_offsets", lambda shape, cut: (0,) * len(shape))
     lost, right = mesh_program.flat(mesh_program.run(mesh((2, 1)), ways=("parts",))), operands((1, 1))
     wrong = {name for name, value in lost.items() if not np.array_equal(value, right[name])}
     assert wrong == {f"parts {role}.0" for role in ("dgrad_dy", "wgrad_dy")}  # those that round stochastically
@@ -81,7 +81,7 @@ def test_two_processes_of_two_devices(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(source)}
     command = [sys.executable, mesh_program.__file__]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with held_port() as port:
+    with reserved_port() as port:
         ranks = [
             subprocess.Popen([*command, str(rank), str(port), str(out)], env=environment, **pipes) for rank in range(2)
         ]

@@ -20,7 +20,7 @@ from halfbyte import ops
 from halfbyte.formats import MXFP4
 from halfbyte.ops.activation import ACTIVATIONS, SILU
 from halfbyte.ops.backends import BACKENDS
-from halfbyte.recipe import OperandPolicy, site_key
+from halfbyte.recipes import OperandPolicy, site_key
 
 NVFP4 = hb.recipe("nvfp4")
 # Random bits in fprop, so that gate and up may not share an operand of x, beside a third linear in another format.
@@ -78,9 +78,9 @@ def reference(name):
 @pytest.mark.parametrize(
     "name, mode",
     [
-        ("nvfp4", "fast"),
-        ("mixed", "fast"),
-        ("fp8", "fast"),
+        ("nvfp4", "operands"),
+        ("mixed", "operands"),
+        ("fp8", "operands"),
         ("nvfp4", "input"),
         ("mixed", "input"),
         ("bf16", "input"),
@@ -88,7 +88,7 @@ def reference(name):
 )
 @pytest.mark.usefixtures("on_cpu")
 def test_the_mlp_is_three_linears_around_swiglu(name, mode):
-    run = gradients(functools.partial(hb.mlp, recipe=RECIPES[name], key=KEY, mode=mode))
+    run = gradients(functools.partial(hb.mlp, recipe=RECIPES[name], key=KEY, residuals=mode))
     assert_same_bits(jax.jit(run, compiler_options=quick)(*inputs()), reference(name))
 
 
@@ -99,32 +99,32 @@ def test_quantizations_are_shared():
     `input` makes those of x, and fprop's of h, once more in the backward pass.
     """
     fast, again = (
-        quantizations(gradients(functools.partial(hb.mlp, recipe=NVFP4, key=KEY, mode=mode)), *inputs())
-        for mode in ("fast", "input")
+        quantizations(gradients(functools.partial(hb.mlp, recipe=NVFP4, key=KEY, residuals=mode)), *inputs())
+        for mode in ("operands", "input")
     )
     assert (fast, again) == (13, 14)
     assert quantizations(gradients(composed(NVFP4)), *inputs()) == 15
 
 
-@pytest.mark.parametrize("mode, gemms", [("fast", 9), ("input", 11)])
+@pytest.mark.parametrize("mode, gemms", [("operands", 9), ("input", 11)])
 def test_gemms(mode, gemms):
-    run = gradients(functools.partial(hb.mlp, recipe=hb.recipe("bf16"), mode=mode, backend="reference"))
+    run = gradients(functools.partial(hb.mlp, recipe=hb.recipe("bf16"), residuals=mode, backend="reference"))
     found = [eqn for eqn, _ in equations(jax.make_jaxpr(run)(*inputs()).jaxpr) if eqn.primitive.name == "dot_general"]
     assert len(found) == gemms
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "carrier")])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "emulated")])
 def test_other_backends(backend):
     """Where the device serves them. The device's exp may round h to its other neighbour, rarely: 2^-8 of one number."""
     x, *weights = (jnp.tile(a, (1,) * (a.ndim - 2) + (4, 4)) for a in inputs(lead=(2, 32)))
-    problem = ops.Problem(NVFP4, 256, 128, 256, device=ops.target())
-    reason = BACKENDS[backend].unable(problem)
+    problem = ops.LinearProblem(NVFP4, 256, 128, 256, device=ops.target_device())
+    reason = BACKENDS[backend].unsupported_reason(problem)
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
     got, want = (
         jax.jit(gradients(functools.partial(hb.mlp, recipe=NVFP4, key=KEY, backend=name)))(x, *weights)
-        for name in (backend, "carrier")
+        for name in (backend, "emulated")
     )
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert relative_error(left.astype(jnp.float32), right.astype(jnp.float32)) < 2.0**-8
@@ -174,7 +174,7 @@ def test_swiglu_keeps_its_roundings_inside_jit():
 def test_slopes_are_those_of_the_curves(name):
     """Against JAX's own derivative of the curve, in float32, away from the kink of relu2."""
     chosen, g = ACTIVATIONS[name], jnp.linspace(-6, 6, 241) + jnp.float32(0.01)
-    np.testing.assert_allclose(chosen.slope(g), jax.vmap(jax.grad(chosen.curve))(g), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(chosen.derivative(g), jax.vmap(jax.grad(chosen.fn))(g), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.slow

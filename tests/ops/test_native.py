@@ -15,26 +15,26 @@ from instruments import activation, quick
 
 from halfbyte import devices, ops
 from halfbyte.formats import MXFP8_E5M2
-from halfbyte.kernels.stacks import Layer
-from halfbyte.ops.backends import block_scaled, native
-from halfbyte.ops.backends.mx_passes import MX, MxPasses
-from halfbyte.ops.backends.native import TILED, NativePasses
-from halfbyte.ops.gemms import finish
-from halfbyte.ops.linear import quantize_part, weight_operand
-from halfbyte.ops.operand import BlockScaled, Owed
-from halfbyte.ops.passes import XLA, Request, request
-from halfbyte.ops.shards import Shards
-from halfbyte.ops.weight import CONTRACTED
-from halfbyte.recipe import GRADIENTS, recipe
+from halfbyte.kernels.mosaic_launch import StackSlice
+from halfbyte.ops.backends import cudnn_block_scaled, native
+from halfbyte.ops.backends.mxfp8_passes import MXFP8_PASSES, Mxfp8QuantizePasses
+from halfbyte.ops.backends.native import REFERENCE_NATIVE_PASSES, NativeQuantizePasses
+from halfbyte.ops.gemm_problem import apply_epilogue
+from halfbyte.ops.linear import quantize_weight_shard, weight_operand
+from halfbyte.ops.linear_sharding import LinearSharding
+from halfbyte.ops.operand import BlockScaledOperand, DeferredAlpha
+from halfbyte.ops.quantize_passes import XLA_PASSES, OperandSpec, operand_spec
+from halfbyte.ops.quantized_weight import CONTRACTED_WEIGHT_AXIS
+from halfbyte.recipes import GRADIENT_ROLES, recipe
 
 pytestmark = pytest.mark.usefixtures("interpreted_without_gpu")
 
 NVFP4, MXFP8 = recipe("nvfp4"), recipe("mxfp8")
-E5M2 = dataclasses.replace(MXFP8, **MXFP8.with_operands(GRADIENTS, format=MXFP8_E5M2))
+E5M2 = dataclasses.replace(MXFP8, **MXFP8.with_operands(GRADIENT_ROLES, format=MXFP8_E5M2))
 KEY = jax.random.key(5)
-PASSES = NativePasses()
-MX_PASSES = MxPasses()
-B200 = devices.device("b200")
+PASSES = NativeQuantizePasses()
+MX_PASSES = Mxfp8QuantizePasses()
+B200 = devices.device_by_name("b200")
 X, G, U, DH = (jax.random.normal(jax.random.key(i), (2, 16, 128), jnp.float32).astype(jnp.bfloat16) for i in range(4))
 OWED = [jnp.float32(m) for m in (1.2345678, 1.9999, 1.0)]
 
@@ -46,26 +46,26 @@ def compiled(fn, *args):
 
 def same(found, expected) -> None:
     for a, b in zip(found, expected, strict=True):
-        assert isinstance(a, BlockScaled) and isinstance(b, BlockScaled)
+        assert isinstance(a, BlockScaledOperand) and isinstance(b, BlockScaledOperand)
         assert (a.policy, a.shape, a.axis) == (b.policy, b.shape, b.axis)
         np.testing.assert_array_equal(np.asarray(a.codes), np.asarray(b.codes))
         np.testing.assert_array_equal(np.asarray(a.scales), np.asarray(b.scales))
-        np.testing.assert_array_equal(a.factor, b.factor)
+        np.testing.assert_array_equal(a.decode_scale, b.decode_scale)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
 def test_operands_are_the_definitions_bytes(roles) -> None:
-    requests = [request(NVFP4, role, KEY) for role in roles]
-    same(*(compiled(lambda x, p=p: p.quantize(x, requests), X) for p in (PASSES, TILED)))
+    requests = [operand_spec(NVFP4, role, KEY) for role in roles]
+    same(*(compiled(lambda x, p=p: p.quantize(x, requests), X) for p in (PASSES, REFERENCE_NATIVE_PASSES)))
 
 
 @pytest.mark.slow
 def test_a_residual_is_what_wgrad_reads() -> None:
-    wanted = [request(NVFP4, "fprop_x", KEY), request(NVFP4, "wgrad_x", KEY)]
-    kept = [wanted[0], dataclasses.replace(wanted[1], kept=True)]
+    wanted = [operand_spec(NVFP4, "fprop_x", KEY), operand_spec(NVFP4, "wgrad_x", KEY)]
+    kept = [wanted[0], dataclasses.replace(wanted[1], as_residual=True)]
     (_, read), (_, residual) = (compiled(lambda x, r=r: PASSES.quantize(x, r), X) for r in (wanted, kept))
-    same([PASSES.load(residual, NVFP4.wgrad_x)], [read])
+    same([PASSES.operand_from_residual(residual, NVFP4.wgrad_x)], [read])
 
 
 @pytest.mark.slow
@@ -73,11 +73,11 @@ def test_a_weight_is_the_definitions_bytes_in_both_orders() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 128), jnp.float32)
 
     def operands(passes):
-        packed = passes.weight(w, Request(NVFP4.fprop_w, -2))
-        made = [passes.load_weight(packed, NVFP4.fprop_w, axis=axis) for axis in (-1, -2)]
-        return [native.block_scaled(o, axis) for o, axis in zip(made, (-1, -2), strict=True)]
+        packed = passes.quantize_weight(w, OperandSpec(NVFP4.fprop_w, -2))
+        made = [passes.load_packed_weight(packed, NVFP4.fprop_w, axis=axis) for axis in (-1, -2)]
+        return [native.to_block_scaled(o, axis) for o, axis in zip(made, (-1, -2), strict=True)]
 
-    same(*(compiled(lambda p=p: operands(p)) for p in (PASSES, XLA)))
+    same(*(compiled(lambda p=p: operands(p)) for p in (PASSES, XLA_PASSES)))
 
 
 @pytest.mark.slow(fast_cases=["-2"])
@@ -85,23 +85,23 @@ def test_a_weight_is_the_definitions_bytes_in_both_orders() -> None:
 def test_a_weight_whose_outputs_are_gathered_is_put_in_order_first(axis) -> None:
     """Four devices as a mapped axis; their parts, ordered and gathered, are the whole weight's bytes."""
     w = jax.random.normal(jax.random.key(1), (64, 256), jnp.float32)
-    codes = compiled(lambda: XLA.weight(w, Request(NVFP4.fprop_w, -2)))
+    codes = compiled(lambda: XLA_PASSES.quantize_weight(w, OperandSpec(NVFP4.fprop_w, -2)))
     parts = [np.stack(np.split(np.asarray(a), 4, axis=1)) for a in (codes.packed, codes.scales)]
-    shards = Shards(stored=((), ("devices",)))
+    shards = LinearSharding(weight_storage_axes=((), ("devices",)))
 
     def gathered(packed, scales):
         part = dataclasses.replace(codes, packed=packed, scales=scales)
-        made = PASSES.gather_weight(part, NVFP4.fprop_w, axis=axis, shards=shards)
+        made = PASSES.all_gather_weight(part, NVFP4.fprop_w, axis=axis, shards=shards)
         assert made.shape == (64, 256)
         return made.codes, made.scales
 
     found = compiled(jax.vmap(gathered, axis_name="devices"), *parts)
-    want = compiled(lambda: PASSES.load_weight(codes, NVFP4.fprop_w, axis=axis))
+    want = compiled(lambda: PASSES.load_packed_weight(codes, NVFP4.fprop_w, axis=axis))
     assert want.shape == (64, 256)
     for device in range(4):
         np.testing.assert_array_equal(found[0][device], want.codes)
         np.testing.assert_array_equal(found[1][device], want.scales)
-    assert PASSES.gather_weight(codes, NVFP4.fprop_w, axis=axis, shards=Shards()) is None
+    assert PASSES.all_gather_weight(codes, NVFP4.fprop_w, axis=axis, shards=LinearSharding()) is None
 
 
 MX_ROLES = ("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("wgrad_x",)
@@ -112,24 +112,24 @@ MX_ROLES = ("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("wgrad_x",)
 @pytest.mark.parametrize("roles", MX_ROLES, ids=str)
 def test_mxfp8_operands_are_the_definitions_bytes(roles, bad) -> None:
     """Also of a tensor that is not finite, of which all that counts is the factor, NaN."""
-    requests = [request(E5M2, role, KEY) for role in roles]
+    requests = [operand_spec(E5M2, role, KEY) for role in roles]
     x = X.reshape(1, 32, 128).at[0, 3, 7].add(jnp.bfloat16(bad))
-    found, want = (compiled(lambda x, p=p: p.quantize(x, requests), x) for p in (MX_PASSES, TILED))
+    found, want = (compiled(lambda x, p=p: p.quantize(x, requests), x) for p in (MX_PASSES, REFERENCE_NATIVE_PASSES))
     if bad == 0:
         same(found, want)
-    np.testing.assert_array_equal([o.factor for o in found], [o.factor for o in want])
+    np.testing.assert_array_equal([o.decode_scale for o in found], [o.decode_scale for o in want])
 
 
 def test_mxfp8_of_a_gated_activation_is_that_of_its_numbers() -> None:
-    dy, h = [request(MXFP8, role, KEY) for role in ("dgrad_dy", "wgrad_dy")], request(MXFP8, "fprop_x", KEY)
-    kept = dataclasses.replace(request(MXFP8, "wgrad_x", KEY), kept=True)
+    dy, h = [operand_spec(MXFP8, role, KEY) for role in ("dgrad_dy", "wgrad_dy")], operand_spec(MXFP8, "fprop_x", KEY)
+    kept = dataclasses.replace(operand_spec(MXFP8, "wgrad_x", KEY), as_residual=True)
     g, u, dh = (t.reshape(32, 128) for t in (G, U, DH))
     made = activation(g, u, dh)
     same(MX_PASSES.activate(g, u, [h]), MX_PASSES.quantize(made[2], [h]))
     found = MX_PASSES.activate_backward(g, u, dh, dy, dy, [kept])
     for a, tensor, asked in zip(found, made, (dy, dy, [kept]), strict=True):
         same(a, MX_PASSES.quantize(tensor, asked))
-    assert MX_PASSES.load(found[2][0], MXFP8.wgrad_x) is found[2][0]
+    assert MX_PASSES.operand_from_residual(found[2][0], MXFP8.wgrad_x) is found[2][0]
 
 
 @pytest.mark.slow
@@ -138,35 +138,37 @@ def test_mxfp8_of_a_gated_activation_is_that_of_its_numbers() -> None:
 def test_an_mxfp8_weight_is_quantized_where_it_rests_and_gathered_in_order(role, dim) -> None:
     """Four devices as a mapped axis, whole weights as the definition quantizes them."""
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
-    quantize = functools.partial(quantize_part, recipe=MXFP8, key=None, passes=MX_PASSES)
+    quantize = functools.partial(quantize_weight_shard, recipe=MXFP8, key=None, passes=MX_PASSES)
     parts = compiled(lambda parts: jax.lax.map(quantize, parts), np.stack(np.split(np.asarray(w), 4, axis=dim)))
-    shards = Shards(stored=tuple(("devices",) if i == dim else () for i in (0, 1)))
+    shards = LinearSharding(weight_storage_axes=tuple(("devices",) if i == dim else () for i in (0, 1)))
 
     def gathered(part):
         made = weight_operand(part, role, shards, MX_PASSES)
         shapes.append(made.shape)
-        return made.codes, made.scales, made.factor
+        return made.codes, made.scales, made.decode_scale
 
     def whole():
-        made = weight_operand(quantize_part(w, MXFP8, None), role, passes=XLA)
-        return native.block_scaled(made, CONTRACTED[role])
+        made = weight_operand(quantize_weight_shard(w, MXFP8, None), role, passes=XLA_PASSES)
+        return native.to_block_scaled(made, CONTRACTED_WEIGHT_AXIS[role])
 
     shapes: list[tuple[int, ...]] = []
     found, want = compiled(jax.vmap(gathered, axis_name="devices"), parts), compiled(whole)
     assert {*shapes} == {want.shape}
-    for array, expected in zip(found, (want.codes, want.scales, want.factor), strict=True):
+    for array, expected in zip(found, (want.codes, want.scales, want.decode_scale), strict=True):
         np.testing.assert_array_equal(array, np.broadcast_to(expected, array.shape))
 
 
 def paid(tensors):
     """The tensors as they are when nothing is owed to them any more."""
-    return [finish(t.astype(jnp.float32), m, jnp.dtype(jnp.bfloat16)) for t, m in zip(tensors, OWED, strict=False)]
+    return [
+        apply_epilogue(t.astype(jnp.float32), m, jnp.dtype(jnp.bfloat16)) for t, m in zip(tensors, OWED, strict=False)
+    ]
 
 
 @pytest.mark.slow
 def test_a_gated_pass_applies_what_a_gemm_owes_it() -> None:
-    requests = [request(NVFP4, "fprop_x", KEY)]
-    owing = [Owed(t, m) for t, m in zip((G, U), OWED, strict=False)]
+    requests = [operand_spec(NVFP4, "fprop_x", KEY)]
+    owing = [DeferredAlpha(t, m) for t, m in zip((G, U), OWED, strict=False)]
     found = PASSES.activate(*owing, requests)
     same(found, PASSES.activate(*paid((G, U)), requests))
     assert not np.array_equal(found[0].codes, PASSES.activate(G, U, requests)[0].codes)
@@ -174,9 +176,9 @@ def test_a_gated_pass_applies_what_a_gemm_owes_it() -> None:
 
 @pytest.mark.slow
 def test_the_backward_pass_applies_what_gemms_owe_it() -> None:
-    dy = [request(NVFP4, role, KEY) for role in ("dgrad_dy", "wgrad_dy")]
-    asked = dy, dy, [request(NVFP4, "wgrad_x", KEY)]
-    owing = [Owed(t, m) for t, m in zip((G, U, DH), OWED, strict=True)]
+    dy = [operand_spec(NVFP4, role, KEY) for role in ("dgrad_dy", "wgrad_dy")]
+    asked = dy, dy, [operand_spec(NVFP4, "wgrad_x", KEY)]
+    owing = [DeferredAlpha(t, m) for t, m in zip((G, U, DH), OWED, strict=True)]
     for a, b in zip(
         PASSES.activate_backward(*owing, *asked), PASSES.activate_backward(*paid((G, U, DH)), *asked), strict=True
     ):
@@ -186,14 +188,17 @@ def test_the_backward_pass_applies_what_gemms_owe_it() -> None:
 @pytest.mark.slow
 def test_g_and_u_in_stacks_are_written_and_read_where_they_lie() -> None:
     """In the second of three layers, beside numbers that nobody may read; what is owed to them stays owed."""
-    ahead, dy = [request(NVFP4, "fprop_x", KEY)], [request(NVFP4, role, KEY) for role in ("dgrad_dy", "wgrad_dy")]
-    asked = dy, dy, [request(NVFP4, "wgrad_x", KEY)]
+    ahead, dy = (
+        [operand_spec(NVFP4, "fprop_x", KEY)],
+        [operand_spec(NVFP4, role, KEY) for role in ("dgrad_dy", "wgrad_dy")],
+    )
+    asked = dy, dy, [operand_spec(NVFP4, "wgrad_x", KEY)]
     unread = [jnp.full((3, *G.shape), jnp.nan, jnp.bfloat16)] * 2
-    owing = [Owed(t, m) for t, m in zip((G, U, DH), OWED, strict=True)]
+    owing = [DeferredAlpha(t, m) for t, m in zip((G, U, DH), OWED, strict=True)]
 
     def both(g, u, dh, *stacks):
-        made, stacks = PASSES.activate_into(g, u, ahead, [Layer(s, jnp.int32(1)) for s in stacks])
-        lies = [Owed(Layer(s, jnp.int32(1)), t.factor) for s, t in zip(stacks, (g, u), strict=True)]
+        made, stacks = PASSES.activate_to_stacks(g, u, ahead, [StackSlice(s, jnp.int32(1)) for s in stacks])
+        lies = [DeferredAlpha(StackSlice(s, jnp.int32(1)), t.alpha) for s, t in zip(stacks, (g, u), strict=True)]
         return made, stacks, PASSES.activate_backward(*lies, dh, *asked)
 
     made, stacks, gradients = compiled(both, *owing, *unread)
@@ -207,7 +212,7 @@ def test_g_and_u_in_stacks_are_written_and_read_where_they_lie() -> None:
 
 def problem(recipe=NVFP4, **changes):
     given = {"tokens": 256, "inputs": 256, "outputs": 512, "device": B200} | changes
-    return ops.Problem(recipe, **given)
+    return ops.LinearProblem(recipe, **given)
 
 
 @pytest.mark.parametrize(
@@ -215,34 +220,48 @@ def problem(recipe=NVFP4, **changes):
     [
         ({}, "native", None),
         ({"inputs": 96}, "native", None),
-        ({"sharded": True}, "xla", "sharded by the compiler"),
+        ({"partitioned_by_xla": True}, "xla", "sharded by the compiler"),
         ({"dtype": "float32"}, "xla", "bfloat16 activations"),
     ],
 )
 def test_a_choice_says_who_makes_the_operands_and_why(changes, passes, reason) -> None:
     case = problem(**changes)
-    choice, mx = (ops.choose("auto", dataclasses.replace(case, recipe=r)) for r in (NVFP4, MXFP8))
-    assert choice.name == "native" and choice.maker("fprop_x") == passes
-    assert mx.name == "native" and mx.maker("dgrad_dy") == mx.maker("fprop_w") == passes
-    assert mx.passes is (XLA if changes.get("sharded") else MX if passes == "native" else TILED)
-    assert ops.passed_over(dataclasses.replace(case, recipe=MXFP8), "native") == ops.passed_over(case, "native")
-    assert choice.passes is (XLA if changes.get("sharded") else native.NATIVE if passes == "native" else TILED)
-    said = ops.passed_over(case, "native")
+    choice, mx = (ops.choose_backend("auto", dataclasses.replace(case, recipe=r)) for r in (NVFP4, MXFP8))
+    assert choice.name == "native" and choice.operand_passes("fprop_x") == passes
+    assert mx.name == "native" and mx.operand_passes("dgrad_dy") == mx.operand_passes("fprop_w") == passes
+    assert mx.passes is (
+        XLA_PASSES
+        if changes.get("partitioned_by_xla")
+        else MXFP8_PASSES
+        if passes == "native"
+        else REFERENCE_NATIVE_PASSES
+    )
+    assert ops.rejected_backends(dataclasses.replace(case, recipe=MXFP8), "native") == ops.rejected_backends(
+        case, "native"
+    )
+    assert choice.passes is (
+        XLA_PASSES
+        if changes.get("partitioned_by_xla")
+        else native.NATIVE_PASSES
+        if passes == "native"
+        else REFERENCE_NATIVE_PASSES
+    )
+    said = ops.rejected_backends(case, "native")
     assert said == {} if reason is None else reason in said["native kernels"]
 
 
 def test_mxfp8_by_other_rules_is_left_to_xla() -> None:
     """The kernels round scales up; floor's operands are another format's, and a blend's are of two."""
     for name in ("mxfp8_floor", "nvfp4+mxfp8_backward"):
-        choice = ops.choose("auto", problem(recipe(name)))
-        assert (choice.name, choice.passes) == ("native", TILED)
-        assert "native kernels" in ops.passed_over(problem(recipe(name)), "native")
+        choice = ops.choose_backend("auto", problem(recipe(name)))
+        assert (choice.name, choice.passes) == ("native", REFERENCE_NATIVE_PASSES)
+        assert "native kernels" in ops.rejected_backends(problem(recipe(name)), "native")
 
 
 def test_an_old_cudnn_is_given_no_factor(monkeypatch) -> None:
-    monkeypatch.setattr(block_scaled, "cudnn_version", lambda device: (9, 12, 0))
-    assert ops.choose("auto", problem()).passes is XLA
-    assert "cuDNN 9.12.0 leaves the factors" in ops.passed_over(problem(), "native")["native kernels"]
+    monkeypatch.setattr(cudnn_block_scaled, "cudnn_version", lambda device: (9, 12, 0))
+    assert ops.choose_backend("auto", problem()).passes is XLA_PASSES
+    assert "cuDNN 9.12.0 leaves the factors" in ops.rejected_backends(problem(), "native")["native kernels"]
 
 
 SCOPED = '%dot = f32[8,8] {call}, metadata={{op_name="jit(f)/block_scaled_call/dot_general"}}'
@@ -251,5 +270,5 @@ SCOPED = '%dot = f32[8,8] {call}, metadata={{op_name="jit(f)/block_scaled_call/d
 @pytest.mark.parametrize("call", ["dot(%a, %b)", 'custom-call(%a), custom_call_target="__cublas$gemm"'])
 def test_a_gemm_that_is_not_native_is_a_stray(call) -> None:
     native_call = SCOPED.format(call='custom-call(%a), custom_call_target="__cudnn$blockScaledDot"')
-    assert native.stray_gemms(native_call) == []
-    assert len(native.stray_gemms(f"{native_call}\n  {SCOPED.format(call=call)}")) == 1
+    assert native.unexpected_native_gemms(native_call) == []
+    assert len(native.unexpected_native_gemms(f"{native_call}\n  {SCOPED.format(call=call)}")) == 1

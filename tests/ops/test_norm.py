@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.devices import device
-from halfbyte.kernels.stacks import Layer, array_of
-from halfbyte.nn import norm
-from halfbyte.nn.norm import Fork, by_xla, forked_norm, rms_norm
-from halfbyte.ops.operand import add_rounded
-from halfbyte.sharding import make_mesh
+from halfbyte.devices import device_by_name
+from halfbyte.distributed import make_mesh
+from halfbyte.kernels.mosaic_launch import StackSlice, materialize_slice
+from halfbyte.ops import rms_norm_vjp
+from halfbyte.ops.operand import add_and_round
+from halfbyte.ops.rms_norm_vjp import NormFanout, norm_kernel_refusal, rms_norm, rms_norm_fanout
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 EPS = 1e-5
@@ -67,10 +67,10 @@ def arrays():
 
 def by_kernels(mesh=None, place=None):
     """x as it goes on, h, dx and ds, as a function of x, the weight and all gradients."""
-    fork = Fork(EPS, READERS, mesh)
+    fork = NormFanout(EPS, READERS, mesh)
 
     def run(x, scale, carry, *gradients):
-        (through, h, stack), pull = jax.vjp(lambda x, s: forked_norm(fork, x, s, place), x, scale)
+        (through, h, stack), pull = jax.vjp(lambda x, s: rms_norm_fanout(fork, x, s, place), x, scale)
         return through, h[0], *pull((carry, gradients, stack))
 
     return jax.jit(run)
@@ -78,7 +78,7 @@ def by_kernels(mesh=None, place=None):
 
 def a_place():
     """The second of three layers, of NaN before it is written."""
-    return Layer(jnp.full((3, *SHAPE), jnp.nan, jnp.bfloat16), jnp.int32(1))
+    return StackSlice(jnp.full((3, *SHAPE), jnp.nan, jnp.bfloat16), jnp.int32(1))
 
 
 @pytest.mark.slow
@@ -88,16 +88,16 @@ def test_a_fork_is_the_norm_and_the_sum_of_its_gradients():
     x, scale, (carry, *gradients) = arrays()
     through, h, dx, ds = by_kernels()(x, scale, carry, *gradients)
     y, pull = jax.vjp(lambda x, s: rms_norm(x, s, EPS), x, scale)
-    dx_norm, ds_norm = pull(add_rounded(add_rounded(*gradients[:2]), gradients[2]))
+    dx_norm, ds_norm = pull(add_and_round(add_and_round(*gradients[:2]), gradients[2]))
     np.testing.assert_array_equal(through, x)
-    for ours, theirs in ((h, y), (dx, add_rounded(carry, dx_norm))):
+    for ours, theirs in ((h, y), (dx, add_and_round(carry, dx_norm))):
         assert np.mean(np.asarray(ours) != np.asarray(theirs)) < 1e-3
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=2**-6, atol=1e-6)
     np.testing.assert_allclose(ds, ds_norm, rtol=1e-4, atol=1e-4)
 
 
 def plain_forward(x, scale, *, eps):
-    x = array_of(x)
+    x = materialize_slice(x)
     wide = x.astype(jnp.float32)
     inverse = 1 / jnp.sqrt(jnp.mean(wide * wide, axis=1) + eps)
     return (wide * inverse[:, None] * scale[None]).astype(x.dtype), inverse
@@ -105,7 +105,7 @@ def plain_forward(x, scale, *, eps):
 
 def plain_backward(x, inverse, scale, carry, gradients):
     """Parts of ds as the kernel has them, one for 32 rows."""
-    x = array_of(x)
+    x = materialize_slice(x)
     g, n = sum(each.astype(jnp.float32) for each in gradients), x.astype(jnp.float32) * inverse[:, None]
     through = inverse[:, None] * (g * scale[None] - n * jnp.mean(g * scale[None] * n, axis=1, keepdims=True))
     return (carry.astype(jnp.float32) + through).astype(x.dtype), jnp.sum((g * n).reshape(-1, 32, x.shape[1]), axis=1)
@@ -119,8 +119,8 @@ def test_on_a_mesh_each_device_norms_its_rows(sizes, place, monkeypatch):
     """Kernels that stand in for ours, on the CPU: what they are handed, and what becomes of what they return. (Host
     callbacks, as which ours are interpreted, wait for each other on several devices.)
     """
-    monkeypatch.setattr(norm.kernels, "forward", plain_forward)
-    monkeypatch.setattr(norm.kernels, "backward", plain_backward)
+    monkeypatch.setattr(rms_norm_vjp.kernels, "rms_norm_forward", plain_forward)
+    monkeypatch.setattr(rms_norm_vjp.kernels, "rms_norm_backward", plain_backward)
     x, scale, others = arrays()
     mesh = make_mesh(sizes, jax.devices()[:4])
     alone, together = by_kernels()(x, scale, *others), by_kernels(mesh, place)(x, scale, *others)
@@ -131,13 +131,13 @@ def test_on_a_mesh_each_device_norms_its_rows(sizes, place, monkeypatch):
 
 @on_cpus
 def test_who_computes_it_is_known_before():
-    h200, shape = device("h200"), (2, 64, 2048)
-    assert by_xla(shape, "bfloat16", looped=False, device=h200) is None
-    assert "NVIDIA" in by_xla(shape, "bfloat16", looped=False)
-    assert "stacks" in by_xla(shape, "bfloat16", looped=True, device=h200)
-    assert "float32" in by_xla(shape, "float32", looped=False, device=h200)
-    assert "1024" in by_xla((2, 64, 1000), "bfloat16", looped=False, device=h200)
-    assert "evenly" in by_xla(
+    h200, shape = device_by_name("h200"), (2, 64, 2048)
+    assert norm_kernel_refusal(shape, "bfloat16", looped=False, device=h200) is None
+    assert "NVIDIA" in norm_kernel_refusal(shape, "bfloat16", looped=False)
+    assert "stacks" in norm_kernel_refusal(shape, "bfloat16", looped=True, device=h200)
+    assert "float32" in norm_kernel_refusal(shape, "float32", looped=False, device=h200)
+    assert "1024" in norm_kernel_refusal((2, 64, 1000), "bfloat16", looped=False, device=h200)
+    assert "evenly" in norm_kernel_refusal(
         (2, 63, 2048), "bfloat16", looped=False, device=h200, mesh=make_mesh({"tensor": 2}, jax.devices()[:2])
     )
 

@@ -8,28 +8,35 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from halfbyte import kernels, ops
-from halfbyte.conformance import SelfTestFailed, check_stacks, definition, differing, operands_agree
-from halfbyte.conformance.operand_bits import differing_in_stacks, distance
-from halfbyte.kernels.stacks import Layer
+from halfbyte import kernels
+from halfbyte.kernels.mosaic_launch import StackSlice
+from halfbyte.ops import (
+    SelfTestFailed,
+    backends_match_reference,
+    count_mismatches,
+    selftest_operands,
+    selftest_reference_operands,
+    stacked_residuals_match_reference,
+)
 from halfbyte.ops.activation import ACTIVATIONS, SILU
-from halfbyte.ops.backends.fused import FusedPasses
-from halfbyte.ops.operand import Carrier
-from halfbyte.ops.passes import XLA, Passes
-from halfbyte.recipe import recipe
+from halfbyte.ops.backends.fused import FusedQuantizePasses
+from halfbyte.ops.operand import BlockDequantized
+from halfbyte.ops.quantize_passes import XLA_PASSES, QuantizePasses
+from halfbyte.ops.selftest_operands import count_stacked_mismatches, hamming_distance
+from halfbyte.recipes import recipe
 
 
 @pytest.mark.slow
 def test_operands_of_every_backend_here_equal_the_definition() -> None:
-    found = operands_agree(recipe("nvfp4"), tokens=32, features=128)
-    assert {"reference", "carrier"} <= set(found) and all(found.values())
+    found = backends_match_reference(recipe("nvfp4"), tokens=32, features=128)
+    assert {"reference", "emulated"} <= set(found) and all(found.values())
 
 
-class BrokenWeight(Passes):
+class BrokenWeight(QuantizePasses):
     """Passes that quantize another weight."""
 
-    def weight(self, w, wanted, **options):
-        return super().weight(w * 1.01, wanted, **options)
+    def quantize_weight(self, w, wanted, **options):
+        return super().quantize_weight(w * 1.01, wanted, **options)
 
 
 @pytest.mark.slow
@@ -37,21 +44,21 @@ class BrokenWeight(Passes):
 def test_a_wrong_weight_is_found_and_counted() -> None:
     x, dy, w = (jax.random.normal(jax.random.key(i), (32, 128), jnp.float32) for i in range(3))
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
-    right = definition(recipe("fp8"), x, dy, w)
-    assert differing(recipe("fp8"), XLA, XLA, x, dy, w, right) == 0
-    assert differing(recipe("fp8"), XLA, BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
+    right = selftest_reference_operands(recipe("fp8"), x, dy, w)
+    assert count_mismatches(recipe("fp8"), XLA_PASSES, XLA_PASSES, x, dy, w, right) == 0
+    assert count_mismatches(recipe("fp8"), XLA_PASSES, BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
 
 
 @pytest.mark.slow
 def test_scales_of_rows_are_compared_row_by_row() -> None:
-    right = Carrier(jnp.ones((4, 16)), jnp.arange(4.0), recipe("nvfp4_row").fprop_x)
-    assert distance(right, right) == 0
-    assert distance(dataclasses.replace(right, factor=right.factor.at[2].set(7)), right) == 1
+    right = BlockDequantized(jnp.ones((4, 16)), jnp.arange(4.0), recipe("nvfp4_row").fprop_x)
+    assert hamming_distance(right, right) == 0
+    assert hamming_distance(dataclasses.replace(right, decode_scale=right.decode_scale.at[2].set(7)), right) == 1
 
 
 @pytest.fixture
 def interpreted(quick_code):
-    with kernels.interpreted():
+    with kernels.interpret_kernels():
         yield
 
 
@@ -64,38 +71,38 @@ def test_kernels_of_weights_are_compared_as_multiplied_and_as_they_travel(name) 
     x, dy, w = (jax.random.normal(jax.random.key(i), (128 if i == 2 else 16, 128), jnp.float32) for i in range(3))
     x, dy, given = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16), recipe(name)
     chosen = dataclasses.replace(recipe("bf16"), name="weights", fprop_w=given.fprop_w, dgrad_w=given.dgrad_w)
-    right = definition(chosen, x, dy, w)
-    assert differing(chosen, XLA, FusedPasses(), x, dy, w, right) == 0
+    right = selftest_reference_operands(chosen, x, dy, w)
+    assert count_mismatches(chosen, XLA_PASSES, FusedQuantizePasses(), x, dy, w, right) == 0
 
 
-class InTheWrongLayer(FusedPasses):
+class InTheWrongLayer(FusedQuantizePasses):
     """Kernels that write where they should, and say that it is what was there before."""
 
-    def activate_into(self, g, u, requests, into):
-        made, _ = super().activate_into(g, u, requests, into)
+    def activate_to_stacks(self, g, u, specs, into):
+        made, _ = super().activate_to_stacks(g, u, specs, into)
         return made, tuple(layer.stack for layer in into)
 
 
 @pytest.mark.slow(fast_cases=["passes1"])
-@pytest.mark.parametrize("passes", [FusedPasses(), InTheWrongLayer()])
+@pytest.mark.parametrize("passes", [FusedQuantizePasses(), InTheWrongLayer()])
 @pytest.mark.usefixtures("interpreted")
 def test_a_run_asks_whether_layers_are_kept_as_they_are(monkeypatch, passes) -> None:
-    monkeypatch.setattr(ops, "choose", lambda backend, problem: SimpleNamespace(passes=passes))
-    right = type(passes) is FusedPasses
+    monkeypatch.setattr(selftest_operands, "choose_backend", lambda backend, problem: SimpleNamespace(passes=passes))
+    right = type(passes) is FusedQuantizePasses
     with nullcontext() if right else pytest.raises(SelfTestFailed, match="numbers of a layer that its kernels write"):
-        assert check_stacks([recipe("nvfp4")] * 3, "fused", SILU, tokens=32, features=128)
+        assert stacked_residuals_match_reference([recipe("nvfp4")] * 3, "fused", SILU, tokens=32, features=128)
 
 
 def test_where_nothing_is_kept_in_stacks_nothing_is_asked() -> None:
-    assert not check_stacks([recipe("nvfp4")] * 3, "carrier", SILU, tokens=32, features=128)
+    assert not stacked_residuals_match_reference([recipe("nvfp4")] * 3, "emulated", SILU, tokens=32, features=128)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_an_activation_that_kernels_do_not_hold_is_not_asked_about(monkeypatch) -> None:
-    passes = FusedPasses()
-    monkeypatch.setattr(ops, "choose", lambda backend, problem: SimpleNamespace(passes=passes))
+    passes = FusedQuantizePasses()
+    monkeypatch.setattr(selftest_operands, "choose_backend", lambda backend, problem: SimpleNamespace(passes=passes))
     other = next(each for name, each in ACTIVATIONS.items() if name != "silu")
-    assert not check_stacks([recipe("nvfp4")] * 3, "fused", other, tokens=32, features=128)
+    assert not stacked_residuals_match_reference([recipe("nvfp4")] * 3, "fused", other, tokens=32, features=128)
 
 
 @pytest.mark.slow
@@ -103,6 +110,6 @@ def test_an_activation_that_kernels_do_not_hold_is_not_asked_about(monkeypatch) 
 def test_layers_of_a_stack_are_read_as_arrays_are_and_a_wrong_layer_is_found(monkeypatch) -> None:
     """Above `check_stacks` has found no difference in the same program."""
     x, dy = (jax.random.normal(jax.random.key(i), (32, 128), jnp.bfloat16) for i in range(2))
-    right = Layer.reshape
-    monkeypatch.setattr(Layer, "reshape", lambda a, *shape: Layer(right(a, *shape).stack, jnp.int32(1)))
-    assert differing_in_stacks(recipe("nvfp4"), FusedPasses(), x, dy) > 0
+    right = StackSlice.reshape
+    monkeypatch.setattr(StackSlice, "reshape", lambda a, *shape: StackSlice(right(a, *shape).stack, jnp.int32(1)))
+    assert count_stacked_mismatches(recipe("nvfp4"), FusedQuantizePasses(), x, dy) > 0

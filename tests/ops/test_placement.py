@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import ops
-from halfbyte.ops.shards import cut_of
+from halfbyte.ops.linear_sharding import dim_axes_of_spec
 
 CUTS = (None, "f", "t", ("f", "t"), ("t", "f"))
 SPECS = [P(a, b) for a, b in itertools.product(CUTS, CUTS) if not set(a or ()) & set(b or ())]
@@ -32,7 +32,7 @@ def held(grid, spec, dim, gathered):
     shape = (8, 8)
     index = {d: slices[dim] for d, slices in NamedSharding(grid, spec).devices_indices_map(shape).items()}
     own = np.array([np.arange(8)[index[d]] for d in grid.devices.flat]).reshape(*grid.devices.shape, -1)
-    axes = [axis for axis in cut_of(spec, 2)[dim] if axis in gathered]
+    axes = [axis for axis in dim_axes_of_spec(spec, 2)[dim] if axis in gathered]
     whole = np.broadcast_to(own, own.shape)
     for axis in reversed(axes):  # the innermost first
         at = grid.axis_names.index(axis)
@@ -43,7 +43,7 @@ def held(grid, spec, dim, gathered):
 
 def fits(grid, x, w, y):
     """Whether tokens, inputs and outputs that meet on a device are the same, by what each of the specs means."""
-    inputs, outputs = cut_of(x, 2)[1], cut_of(y, 2)[1]
+    inputs, outputs = dim_axes_of_spec(x, 2)[1], dim_axes_of_spec(y, 2)[1]
     if any(grid.shape[axis] > 1 for axis in set(inputs) & set(outputs)):
         return False
     stored = set("ft") - set(inputs) - set(outputs)
@@ -119,7 +119,7 @@ def test_linears_of_one_x_have_one_placement_of_it():
             (w, w),
             recipes=(hb.recipe("bf16"),) * 2,
             keys=(None,) * 2,
-            execution=ops.Execution(placements=(one, other)),
+            execution=ops.ExecutionConfig(placements=(one, other)),
         )
 
 

@@ -15,20 +15,20 @@ from instruments import equations
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.ops.gemms import GEMMS
-from halfbyte.ops.passes import XLA
-from halfbyte.recipe import LEAGUE, recipe_names
+from halfbyte.ops.gemm_problem import GEMMS
+from halfbyte.ops.quantize_passes import XLA_PASSES
+from halfbyte.recipes import LEAGUE, recipe_names
 
 SHAPES = [(256, 256, 512), (256, 128, 640), (128, 384, 1376), (64, 96, 64)]
 DEVICES = ["cpu", "h200", "b200", "gb300"]
-DOTS = {"carrier": 2, "reference": 1, "fp8": 1, "fused": 0, "native": 0}
+DOTS = {"emulated": 2, "reference": 1, "fp8": 1, "fused": 0, "native": 0}
 KERNELS = ("pallas_call", "mpmd_map")  # of tiles, and of one program for all widths
 NATIVE = ("ffi_call", "scaled_matmul_wrapper")  # our own call of cuDNN's GEMM, and JAX's
 
 
 def promised(name, shape, device):
-    problem = ops.Problem(hb.recipe(name), *shape, device=devices.device(device))
-    return None if problem.unblockable() else ops.choose("auto", problem)
+    problem = ops.LinearProblem(hb.recipe(name), *shape, device=devices.device_by_name(device))
+    return None if problem.block_mismatch_reason() else ops.choose_backend("auto", problem)
 
 
 def called(name, shape, device):
@@ -40,7 +40,7 @@ def called(name, shape, device):
     def loss(x, w, key):
         return jnp.sum(hb.qdot(x, w, recipe=hb.recipe(name), key=key).astype(jnp.float32) ** 2)
 
-    with ops.compile_for(devices.device(device)):
+    with ops.compile_for(devices.device_by_name(device)):
         traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w, jax.random.key(0))
     found = Counter()
     for equation, _ in equations(traced.jaxpr):
@@ -62,9 +62,9 @@ def test_a_choice_is_kept(name):
     assert cases
     for choice, (shape, device) in cases.items():
         found = called(name, shape, device)
-        multipliers = [choice.multiplier(gemm).name for gemm in GEMMS]
+        multipliers = [choice.gemm_backend(gemm).name for gemm in GEMMS]
         assert found["dot_general"] == sum(DOTS[m] for m in multipliers), (shape, device, choice, found)
-        own = choice.name == "native" and choice.passes is not XLA
+        own = choice.name == "native" and choice.passes is not XLA_PASSES
         for call, count in zip(NATIVE, (own, not own), strict=True):
             assert found[call] == count * multipliers.count("native"), (shape, device, choice, found)
         kernels = sum(found[primitive] for primitive in KERNELS)
@@ -75,5 +75,5 @@ def test_a_choice_is_kept(name):
 
 def test_the_grid_meets_every_backend_and_a_gemm_that_is_left_to_xla():
     choices = [promised(name, shape, d) for name in recipe_names() for shape in SHAPES for d in DEVICES]
-    assert {c.name for c in choices if c} >= {"native", "fp8", "fused", "carrier"}
-    assert any(c.name == "fused" and c.multiplier(GEMMS[1]).name == "carrier" for c in choices if c)
+    assert {c.name for c in choices if c} >= {"native", "fp8", "fused", "emulated"}
+    assert any(c.name == "fused" and c.gemm_backend(GEMMS[1]).name == "emulated" for c in choices if c)

@@ -19,8 +19,8 @@ from shapes import BLOCKS_OF_16, BLOCKS_OF_32
 
 import halfbyte as hb
 from halfbyte.formats import random_bytes
-from halfbyte.ops.passes import request
-from halfbyte.recipe import ROLES, layer_key, site_key, step_key
+from halfbyte.ops.quantize_passes import operand_spec
+from halfbyte.recipes import ROLES, layer_key, site_key, step_key
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
@@ -52,8 +52,8 @@ def test_golden_gemms(name):
     """Round to nearest, weights stored [outputs, inputs] in the vectors."""
     vectors = np.load(GOLDEN / f"{name}.npz")
     x, dy = (jnp.asarray(vectors[n], jnp.bfloat16) for n in ("x", "dy"))
-    with watched("carrier") as seen:
-        run = jax.jit(linear(hb.recipe("nvfp4_no_sr"), backend="carrier"), compiler_options=quick)
+    with watched("emulated") as seen:
+        run = jax.jit(linear(hb.recipe("nvfp4_no_sr"), backend="emulated"), compiler_options=quick)
         jax.block_until_ready(run(x, jnp.asarray(vectors["w"].T), dy))
     for gemm, want in (("fprop", vectors["y_f32"]), ("dgrad", vectors["dx_f32"]), ("wgrad", vectors["dw_f32"].T)):
         assert relative_error(seen[gemm].result, want) < TOLERANCE, gemm
@@ -109,7 +109,7 @@ def test_no_two_operands_share_random_bits():
     """Steps, layers, sites and roles: the bytes of any two streams agree as often as chance has it, 1 in 256."""
     recipe = hb.recipe("nvfp4_sr_everywhere")
     streams = [
-        random_bytes(request(recipe, role, site_key(layer_key(step_key(7, step), layer), site)).key, (64, 64))
+        random_bytes(operand_spec(recipe, role, site_key(layer_key(step_key(7, step), layer), site)).key, (64, 64))
         for step in (0, 1) for layer in (0, 1) for site in ("gate", "up") for role in ROLES
     ]  # fmt: skip
     streams = np.stack(streams).reshape(len(streams), -1)

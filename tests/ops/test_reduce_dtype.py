@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
-from halfbyte import devices, ops, program
-from halfbyte.sharding import make_mesh
+from halfbyte import devices, hlo, ops
+from halfbyte.distributed import make_mesh
 
 
 def gradient(mesh, dtype, x, w):
@@ -39,7 +39,7 @@ def test_each_devices_part_is_rounded_once():
 
 @pytest.mark.cuda_compiler
 def test_half_the_bytes_are_scattered():
-    h200 = devices.device("h200")
+    h200 = devices.device_by_name("h200")
     mesh = make_mesh({"fsdp": 8}, np.asarray(devices.topology(h200, hosts=1, per_host=8).devices))
     x, w = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("fsdp")))
@@ -49,7 +49,7 @@ def test_half_the_bytes_are_scattered():
     def scattered(dtype):
         with ops.compile_for(h200):
             text = jax.jit(functools.partial(gradient, mesh, dtype)).lower(x, w).compile().as_text()
-        found = program.collectives(program.read(text), dict(mesh.shape))
-        return sum(each.moved for each in found if each.kind == "reduce-scatter")
+        found = hlo.find_collectives(hlo.parse_hlo(text), dict(mesh.shape))
+        return sum(each.array_bytes for each in found if each.kind == "reduce-scatter")
 
     assert scattered("float32") == 2 * scattered("bfloat16") > 0

@@ -16,11 +16,11 @@ from instruments import quick
 from shapes import BLOCKS_OF_16
 
 import halfbyte as hb
-from halfbyte.diagnosis import truth
-from halfbyte.diagnosis.replay import Linear
+from halfbyte.evaluation import gemm_accuracy
+from halfbyte.evaluation.step_replay import LinearCapture
 from halfbyte.formats import NVFP4
-from halfbyte.ops import passes
-from halfbyte.recipe import AGAIN, OperandPolicy, difference, site_key, spell_recipe
+from halfbyte.ops import quantize_passes
+from halfbyte.recipes import FORWARD_ROLE_OF, OperandPolicy, recipe_diff, recipe_to_text, site_key
 
 ONE, TWO = hb.recipe("nvfp4"), hb.recipe("nvfp4_remainder")
 
@@ -76,8 +76,8 @@ def judgement(recipe, gemms):
 
     @functools.partial(jax.jit, compiler_options=quick)
     def judge(x, w, dy, dw):
-        given = Linear("mlp/up", recipe, x=x, w=w, dy=dy, weight=w, key=KEY, bits=KEY, amax=None, dw=dw)
-        found = truth.judge(given, backend="auto")
+        given = LinearCapture("mlp/up", recipe, x=x, w=w, dy=dy, weight=w, key=KEY, bits=KEY, amax=None, dw=dw)
+        found = gemm_accuracy.judge_linear(given, backend="auto")
         return {gemm: (found[gemm]["wrong"], found[gemm]["error"]) for gemm in gemms}
 
     return lambda: {gemm: tuple(map(float, told)) for gemm, told in judge(x, w, dy, dw).items()}
@@ -87,13 +87,13 @@ def judgement(recipe, gemms):
 def test_the_radar_knows_the_second_piece_and_sees_a_wrong_one(monkeypatch):
     """A program asks at every call whether its second piece is wrong, and is compiled once. It is a piece of fprop
     alone: of four over six in two pieces, that one GEMM is judged."""
-    factor, right = np.float32(1), passes.left_over
+    factor, right = np.float32(1), quantize_passes.quantization_error
 
     def planted(x, operand):
         made, now = right(x, operand), jax.pure_callback(lambda: factor, jax.ShapeDtypeStruct((), jnp.float32))
         return made * now.astype(made.dtype)
 
-    monkeypatch.setattr(passes, "left_over", planted)
+    monkeypatch.setattr(quantize_passes, "quantization_error", planted)
     for recipe, gemms in ((hb.recipe("halfbyte"), ("fprop",)), (TWO, ("fprop", "dgrad", "wgrad", "dw"))):
         judged, factor = judgement(recipe, gemms), np.float32(1)
         assert all(wrong == 0 and error < 1 for wrong, error in judged().values())
@@ -104,15 +104,15 @@ def test_the_radar_knows_the_second_piece_and_sees_a_wrong_one(monkeypatch):
 
 def test_the_radar_knows_forward_operands_that_are_quantized_once_more():
     """As `halfbyte` makes dgrad's W and wgrad's x; gradients stay in bf16, which compiles sooner."""
-    once = dict.fromkeys(AGAIN.values(), OperandPolicy(NVFP4))
-    again = dict.fromkeys(AGAIN, OperandPolicy(NVFP4, source="forward"))
+    once = dict.fromkeys(FORWARD_ROLE_OF.values(), OperandPolicy(NVFP4))
+    again = dict.fromkeys(FORWARD_ROLE_OF, OperandPolicy(NVFP4, source="requantize_forward"))
     recipe = dataclasses.replace(hb.recipe("bf16"), name="again", **once, **again)
     assert all(wrong == 0 and error < 1 for wrong, error in judgement(recipe, ("dgrad", "wgrad"))().values())
 
 
 def test_it_is_spelled_out_told_apart_and_refused_where_nothing_is_left_over():
-    assert hb.recipe(spell_recipe(TWO)) == TWO
-    assert difference(ONE, TWO) == [("fprop_x", "remainder", False, True)]
+    assert hb.recipe(recipe_to_text(TWO)) == TWO
+    assert recipe_diff(ONE, TWO) == [("fprop_x", "remainder", False, True)]
     for name, has in (("nvfp4_remainder+bf16_forward", False), ("bf16+nvfp4_remainder_forward", True)):
         assert hb.recipe(name).remainder is has
     for changed in ({"format": OperandPolicy().format}, {"rounding": "stochastic"}):

@@ -40,7 +40,7 @@ def linear(name):
 
 
 def mlp(name, mode):
-    fn = functools.partial(hb.mlp, recipe=hb.recipe(name), key=KEY, mode=mode)
+    fn = functools.partial(hb.mlp, recipe=hb.recipe(name), key=KEY, residuals=mode)
     return bytes_per_token(fn, (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
 
 
@@ -58,17 +58,17 @@ def test_weights_are_kept_as_codes():
 
     `fused`, which auto takes on one GPU, keeps the tensor's scales and makes the carrier again: see test_fused.
     """
-    fn = functools.partial(hb.qdot, recipe=hb.recipe("nvfp4"), key=KEY, backend="carrier")
+    fn = functools.partial(hb.qdot, recipe=hb.recipe("nvfp4"), key=KEY, backend="emulated")
     fixed = kept_bytes(fn, 1024, (WIDTH, HIDDEN)) - 1024 * linear("nvfp4")
     assert WIDTH * HIDDEN * (4 + 8 / 256) / 8 <= fixed <= WIDTH * HIDDEN * (4 + 8 / 256) / 8 + 64
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["fast", "input"])
+@pytest.mark.parametrize("mode", ["operands", "input"])
 def test_the_mlp_keeps_what_its_page_says(mode):
     expected = {
-        ("bf16", "fast"): 2 * (WIDTH + 2 * HIDDEN),  # x, g, u
-        ("nvfp4", "fast"): 4.5 / 8 * WIDTH + 2 * 2 * HIDDEN,  # x for wgrad, packed; g, u
+        ("bf16", "operands"): 2 * (WIDTH + 2 * HIDDEN),  # x, g, u
+        ("nvfp4", "operands"): 4.5 / 8 * WIDTH + 2 * 2 * HIDDEN,  # x for wgrad, packed; g, u
         ("bf16", "input"): 2 * WIDTH,  # x
         ("nvfp4", "input"): 2 * WIDTH,
     }
@@ -78,11 +78,11 @@ def test_the_mlp_keeps_what_its_page_says(mode):
 
 @pytest.mark.slow
 def test_the_table_of_the_recipe_page():
-    """Each row of the table: recipe, mode, bytes a token, ratio to bf16 in fast mode."""
+    """Each row of the table: recipe, residuals, bytes per token, ratio to bf16 `operands`."""
     rows = re.findall(
-        r"^\| (bf16|nvfp4) \| `(fast|input)` \|[^|]*\| ([\d,]+) \| ([\d.]+) \|$", RECIPE_PAGE.read_text(), re.M
+        r"^\| (bf16|nvfp4) \| `(operands|input)` \|[^|]*\| ([\d,]+) \| ([\d.]+) \|$", RECIPE_PAGE.read_text(), re.M
     )
     assert len(rows) == 4, f"{RECIPE_PAGE.name} lost its table of residuals"
     for name, mode, size, ratio in rows:
         assert float(size.replace(",", "")) == mlp(name, mode)
-        np.testing.assert_allclose(float(ratio), mlp(name, mode) / mlp("bf16", "fast"), atol=5e-4)
+        np.testing.assert_allclose(float(ratio), mlp(name, mode) / mlp("bf16", "operands"), atol=5e-4)

@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 from halfbyte.ops import apply_recipe, qdot
-from halfbyte.ops.rewrite.numbering import leaf_names
-from halfbyte.recipe import Policy, Rule, layer_key, policy, recipe, site_key, step_key
+from halfbyte.ops.adapters.model_structure import leaf_names
+from halfbyte.recipes import Policy, Rule, layer_key, policy, recipe, site_key, step_key
 
 NVFP4, FP8, BF16 = recipe("nvfp4"), recipe("fp8"), recipe("bf16")
 KEY = step_key(0, 3)
@@ -94,7 +94,7 @@ def test_rules_by_layer_split_the_scan():
     # A loop written out is another program: its sums may be in another order, so 1e-5 instead of equal bits.
     np.testing.assert_allclose(a, b, rtol=1e-5)
     jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=2e-4, atol=1e-5), da, db)
-    assert [(site.path, site.layers, site.runs) for site in ours.report(PARAMS, X).replaced] == [
+    assert [(site.path, site.layers, site.num_executions) for site in ours.report(PARAMS, X).replaced] == [
         ("layers/a", range(1, 2), 1),
         ("layers/a", range(2, 3), 1),
         ("layers/b", range(2, 3), 1),
@@ -104,7 +104,7 @@ def test_rules_by_layer_split_the_scan():
 
 def test_a_layer_rule_that_covers_all_layers_does_not_split():
     sites = apply_recipe(PLAIN, rule("layers/a", FP8, (0, None))).report(PARAMS, X).replaced
-    assert [(site.path, site.layers, site.runs) for site in sites] == [("layers/a", range(4), 4)]
+    assert [(site.path, site.layers, site.num_executions) for site in sites] == [("layers/a", range(4), 4)]
 
 
 def test_a_reverse_scan_is_split_from_its_end():
@@ -183,7 +183,7 @@ def test_what_is_left_alone_and_why():
     weights["experts"] = normal(7, 2, 16, 16)
     report = apply_recipe(fn, rule("head", FP8)).report(weights, X)
     assert [site.path for site in report.replaced] == ["head"]
-    assert [(site.path, site.why_left) for site in report.left] == [
+    assert [(site.path, site.skip_reason) for site in report.skipped] == [
         ("special", "it is inside custom_vjp_call, whose rules are its own"),
         ("scaled", "no rule matches scaled"),
         (None, "neither operand depends on weights alone"),
@@ -234,8 +234,8 @@ def test_each_use_layer_and_step_has_its_own_key(monkeypatch):
     def show_keys(x, weights, *, keys, **_):
         return [show_key(x, w, key=key) for w, key in zip(weights, keys, strict=True)]
 
-    monkeypatch.setattr("halfbyte.ops.contraction.qdot", show_key)
-    monkeypatch.setattr("halfbyte.ops.contraction.qdots", show_keys)  # of one x
+    monkeypatch.setattr("halfbyte.ops.adapters.dot_general.qdot", show_key)
+    monkeypatch.setattr("halfbyte.ops.adapters.dot_general.qdots", show_keys)  # of one x
 
     def fn(params, x):
         once, twice = x @ params["w"], x @ params["w"]
@@ -248,6 +248,22 @@ def test_each_use_layer_and_step_has_its_own_key(monkeypatch):
     steps = [apply_recipe(fn, NVFP4, key=step_key(0, step), show=None)(params, X) for step in range(2)]
     assert len(set(np.concatenate(steps).tolist())) == 2 * 10
     np.testing.assert_array_equal(steps[0], apply_recipe(fn, NVFP4, key=lambda: step_key(0, 0), show=None)(params, X))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_of_every_generator_differ_by_step_and_layer(monkeypatch, impl):
+    def show_key(x, w, *, key=None, **_):
+        first, *_, last = jax.random.key_data(key)
+        return jnp.zeros((*x.shape[:-1], w.shape[-1]), x.dtype) + (first ^ last).astype(x.dtype)
+
+    monkeypatch.setattr("halfbyte.ops.adapters.dot_general.qdot", show_key)
+
+    def fn(params, x):
+        return lax.scan(lambda c, p: (c, (x @ p)[0, 0]), 0, params)[1]
+
+    params, root = normal(1, 4, 16, 16), jax.random.key(0, impl=impl)
+    keys = [apply_recipe(fn, NVFP4, key=jax.random.fold_in(root, step), show=None)(params, X) for step in range(4)]
+    assert len(set(np.concatenate(keys).tolist())) == 16
 
 
 def test_errors_name_the_way_out():
@@ -288,7 +304,7 @@ def test_a_shape_that_cannot_be_blocked_is_left_alone_and_a_rule_for_it_alone_re
     params = {"even": normal(0, 16, 32), "odd": normal(1, 32, 24)}
     report = apply_recipe(fn, NVFP4, key=KEY, show=None).report(params, X)
     assert [site.path for site in report.replaced] == ["even"]
-    assert "dgrad sums over 24 outputs" in report.left[0].why_left
+    assert "dgrad sums over 24 outputs" in report.skipped[0].skip_reason
     with pytest.raises(ValueError, match=r"rule 'odd' .* matches nothing \(odd: dgrad sums over 24 outputs"):
         apply_recipe(fn, rule("odd", NVFP4), key=KEY).report(params, X)
 
@@ -307,7 +323,7 @@ def test_a_named_policy_leaves_one_linear_that_cannot_be_blocked(odd):
     params = {"layers": [layer, layer], "head": normal(3, 16, 32)}
     report = apply_recipe(fn, policy("all_linear", NVFP4), key=KEY, show=None).report(params, X)
     assert [site.path.split("/")[-1] for site in report.replaced] == ["up", "down"] * 2
-    assert ["4 outputs" in site.why_left for site in report.left] == [True, True, False]
+    assert ["4 outputs" in site.skip_reason for site in report.skipped] == [True, True, False]
 
 
 @pytest.mark.parametrize("params", [{"up": (16, 32), "down": (32, 16)}, [(16, 32), (32, 16)]], ids=["names", "numbers"])
@@ -321,7 +337,7 @@ def test_an_ensemble_of_stacked_weights_is_left_whole(params):
     stacked = jax.tree.map(lambda shape: normal(0, 3, *shape), params, is_leaf=lambda leaf: isinstance(leaf, tuple))
     ensemble = lambda params, x: jnp.sum(jax.vmap(member, (0, None))(params["members"], x), 0) @ params["w"]  # noqa: E731
     report = apply_recipe(ensemble, NVFP4, key=KEY, show=None).report({"members": stacked, "w": normal(1, 16, 16)}, X)
-    assert [site.path for site in report.replaced] == ["w"] and len(report.left) == 2
+    assert [site.path for site in report.replaced] == ["w"] and len(report.skipped) == 2
 
 
 @pytest.mark.parametrize(
@@ -404,3 +420,103 @@ def test_a_rule_for_layers_that_the_model_has_not_says_which_it_has():
 
     with pytest.raises(ValueError, match=r"matches nothing \(block_0/.*it is for layers \(2, .*, and these are 0\)"):
         apply_recipe(network, policy("paper", "nvfp4"), key=KEY).report(blocks, X)
+
+
+# Weights in the names and layouts of MaxText
+
+
+def maxtext_block(layers, axis):
+    """(params, loss) of gated MLPs in MaxText's names, their layers along `axis`, as it scans over them."""
+    shapes = {"wi_0": (16, 32), "wi_1": (16, 32), "wo": (32, 16)}
+    stacked = {name: jnp.stack([normal(n, *shape) for n in range(layers)], axis) for name, shape in shapes.items()}
+
+    def loss(params, x):
+        stacks = jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), params["decoder"]["layers"]["mlp"])
+
+        def body(x, w):
+            hidden = jax.nn.silu(x @ w["wi_0"]["kernel"]) * (x @ w["wi_1"]["kernel"])
+            return x + hidden @ w["wo"]["kernel"], None
+
+        return jnp.mean(lax.scan(body, x, stacks)[0])
+
+    return {"decoder": {"layers": {"mlp": {name: {"kernel": w} for name, w in stacked.items()}}}}, loss
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_wi_0_and_wi_1_are_not_layers(axis):
+    params, loss = maxtext_block(10, axis)
+    report = apply_recipe(loss, rule("*wi_*", FP8, (0, 1))).report(params, X)
+    assert [(site.path.split("/")[-2], site.layers, site.num_executions) for site in report.replaced] == [
+        ("wi_0", range(1), 1),
+        ("wi_1", range(1), 1),
+    ]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("name", "layers"), [("paper", (2, 9)), ("nemotron3", (0, 8))])
+def test_policy_by_layer_splits_a_scan_over_any_dim(axis, name, layers):
+    params, loss = maxtext_block(10, axis)
+    sites = apply_recipe(loss, policy(name, NVFP4), key=KEY, show=None).report(params, X).replaced
+    assert [(site.path.split("/")[-2], site.layers) for site in sites] == [
+        (part, range(*layers)) for part in ("wi_0", "wi_1", "wo")
+    ]
+
+
+def test_numbers_of_a_chain_of_linears_stay_layers():
+    """`fc_1` and `fc_2` are one MLP; `fc_0` to `fc_3` are four layers."""
+    params = {f"fc_{n}": normal(n, 16, 16) for n in range(4)}
+
+    def fn(params, x):
+        for n in range(4):
+            x = jnp.sin(x @ params[f"fc_{n}"])
+        return x
+
+    assert replaced(fn, rule("*", FP8, (1, 3)), params, X) == ["fc_1", "fc_2"]
+
+
+def test_rule_by_layer_refuses_a_scan_over_groups_of_layers():
+    """Gemma 3 in MaxText scans over groups of six layers: the number in a path is the layer's inside its group."""
+    params = {f"layers_{n}": normal(n, 3, 16, 16) for n in range(2)}
+
+    def fn(params, x):
+        return lax.scan(lambda x, w: (jnp.sin(x @ w["layers_0"]) @ w["layers_1"], None), x, params)[0]
+
+    with pytest.raises(ValueError, match=r"layers_0, whose path holds a number, but a scan of 3 iterations repeats"):
+        apply_recipe(fn, rule("*", FP8, (1, None))).report(params, X)
+    stacks = apply_recipe(fn, rule("*", FP8, (1, None)), layers="layers_*")
+    assert [site.layers for site in stacks.report(params, X).replaced] == [range(1, 3)] * 2
+
+
+def experts(kind):
+    """(params, fn) of a block of experts in MaxText's names, all experts in one einsum or in ragged dots."""
+    block = {name: normal(n, 4, 16, 16) for n, name in enumerate(("wi_0", "wi_1", "wo"))}
+    params = {"self_attention": {"query": {"kernel": normal(5, 16, 16)}, "out": {"kernel": normal(6, 16, 16)}}}
+    params["MoeBlock_0"] = {**block, "gate": {"kernel": normal(3, 16, 4)}}
+    sizes = jnp.full(4, 4, jnp.int32)
+
+    def fn(params, x):
+        attention, w = params["self_attention"], params["MoeBlock_0"]
+        x = x + jax.nn.softmax(x @ attention["query"]["kernel"] @ x.T) @ x @ attention["out"]["kernel"]
+        x = x * jnp.max(jax.nn.softmax(x @ w["gate"]["kernel"]), -1, keepdims=True)
+        if kind == "ragged":
+            hidden = jax.nn.silu(lax.ragged_dot(x, w["wi_0"], sizes)) * lax.ragged_dot(x, w["wi_1"], sizes)
+            return jnp.mean(lax.ragged_dot(hidden, w["wo"], sizes))
+        hidden = jax.nn.silu(jnp.einsum("td,edf->etf", x, w["wi_0"])) * jnp.einsum("td,edf->etf", x, w["wi_1"])
+        return jnp.mean(jnp.einsum("etf,efd->etd", hidden, w["wo"]))
+
+    return params, fn
+
+
+@pytest.mark.parametrize("kind", ["dense", "ragged"])
+def test_named_policy_leaves_experts_and_reports_them(kind):
+    """One tensor scale over the weights of all experts would couple them; a ragged dot has one weight per expert."""
+    params, fn = experts(kind)
+    with pytest.warns(
+        UserWarning, match=r"replaces no dot for its rule 'layers/mlp/\*': the MLPs of this model are exp"
+    ):
+        report = apply_recipe(fn, policy("mlp", FP8), show=None).report(params, X)
+    assert report.replaced == ()
+    reasons = {site.path: site.skip_reason for site in report.skipped if site.path and "MoeBlock_0/w" in site.path}
+    assert len(reasons) == 3
+    attention = apply_recipe(fn, policy("all_linear", FP8), show=None).report(params, X)
+    assert [site.path.split("/")[1] for site in attention.replaced] == ["query", "out"]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.ops.room import in_room
+from halfbyte.ops.moe_dispatch import apply_with_capacity
 
 ALL, SOME = 12, 5
 
@@ -25,7 +25,7 @@ def test_which_program_runs_changes_no_result_and_no_gradient(count):
     @jax.jit
     def both(rows, w, dy, count):
         made = []
-        for through in (run, lambda rows, weights, rest: in_room(run, SOME, rows, weights, rest, count)):
+        for through in (run, lambda rows, weights, rest: apply_with_capacity(run, SOME, rows, weights, rest, count)):
             y, pull = jax.vjp(lambda rows, w: through(rows, (w,), count), rows, w)  # noqa: B023
             made.append((y, *pull(dy)))
         return made
@@ -39,5 +39,7 @@ def test_which_program_runs_changes_no_result_and_no_gradient(count):
 def test_few_rows_are_not_computed_in_room_for_all():
     """With rows behind them that would spoil everything: they are never read."""
     rows = jnp.full((ALL, 3), jnp.nan).at[:SOME].set(1.0)
-    y = in_room(lambda rows, weights, rest: rows * weights[0], SOME, rows, (jnp.float32(2),), None, jnp.int32(SOME))
+    y = apply_with_capacity(
+        lambda rows, weights, rest: rows * weights[0], SOME, rows, (jnp.float32(2),), None, jnp.int32(SOME)
+    )
     np.testing.assert_array_equal(y, np.where(np.arange(ALL)[:, None] < SOME, 2.0, 0.0) * np.ones((1, 3)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.nn.rope import RopeScaling, apply_rope, rope_frequencies, rope_tables
+from halfbyte.ops.rope import RopeScaling, apply_rope, rope_cos_sin, rope_frequencies
 
 
 @pytest.mark.slow
@@ -13,7 +13,7 @@ def test_turns_pairs_by_the_angle_of_their_position():
     frequencies = rope_frequencies(8, theta=100.0)
     positions = jnp.asarray([[0, 1, 5, 1000]], jnp.int32)
     x = jax.random.normal(jax.random.key(0), (1, 4, 3, 8))
-    ours = np.asarray(apply_rope(x, rope_tables(positions, frequencies)))
+    ours = np.asarray(apply_rope(x, rope_cos_sin(positions, frequencies)))
     pairs = np.asarray(x[..., :4], np.float64) + 1j * np.asarray(x[..., 4:], np.float64)
     turned = pairs * np.exp(1j * np.asarray(positions)[..., None, None] * 100.0 ** (-np.arange(4) / 4))
     exact = np.concatenate([turned.real, turned.imag], -1)
@@ -26,7 +26,7 @@ def test_scores_depend_on_the_distance_alone():
     q, k = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 16))
 
     def score(i, j):
-        at = [apply_rope(x, rope_tables(jnp.full((1, 1), p, jnp.int32), frequencies)) for x, p in ((q, i), (k, j))]
+        at = [apply_rope(x, rope_cos_sin(jnp.full((1, 1), p, jnp.int32), frequencies)) for x, p in ((q, i), (k, j))]
         return float(jnp.vdot(*at))
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
@@ -50,7 +50,7 @@ def test_frequencies_equal_those_of_transformers(scaling):
 
 @pytest.mark.slow
 def test_dtype_is_kept():
-    tables = rope_tables(jnp.zeros((1, 2), jnp.int32), rope_frequencies(8, theta=1e4))
+    tables = rope_cos_sin(jnp.zeros((1, 2), jnp.int32), rope_frequencies(8, theta=1e4))
     assert apply_rope(jnp.ones((1, 2, 1, 8), jnp.bfloat16), tables).dtype == jnp.bfloat16
 
 

@@ -7,6 +7,6 @@ from test_workstation import check_linear, shared_memory  # noqa: F401  a fixtur
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("backend, native", [("auto", 3), ("carrier", 0)])
+@pytest.mark.parametrize("backend, native", [("auto", 3), ("emulated", 0)])
 def test_linear_compiles_for_spark(backend, native, shared_memory):  # noqa: F811
     check_linear("spark", backend, native, shared_memory)

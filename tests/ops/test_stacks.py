@@ -15,18 +15,18 @@ from jax.sharding import PartitionSpec as P
 from step_traffic import moves, traffic_of_launches
 
 import halfbyte as hb
-from halfbyte import devices, ops, program
-from halfbyte.kernels.stacks import Layer, hand_back
+from halfbyte import devices, hlo, ops
+from halfbyte.distributed import make_mesh
+from halfbyte.hlo.memory_traffic import data_movement_kind
+from halfbyte.kernels.mosaic_launch import StackSlice, return_as_cotangent
 from halfbyte.ops.backends import fp8
-from halfbyte.ops.mlp import Middle
-from halfbyte.ops.shards import empty_stack
-from halfbyte.program.traffic import move_of
-from halfbyte.sharding import make_mesh
+from halfbyte.ops.linear_sharding import empty_sharded_stack
+from halfbyte.ops.mlp import GatedActivationConfig
 
 pytestmark = pytest.mark.slow
 
 LAYERS = 3
-H200 = devices.device("h200")
+H200 = devices.device_by_name("h200")
 CUT = {"gate": P("fsdp"), "up": P("fsdp"), "down": P(None, "fsdp")}
 
 
@@ -35,7 +35,7 @@ def layers(mesh, recipe, stacked, x, weights):
     placements = {name: ops.Placement(mesh, P("fsdp"), cut, P("fsdp")) for name, cut in CUT.items()}
     shape = (*x.shape[:-1], weights["gate"].shape[-1])
     lies = {"mesh": mesh, "spec": P("fsdp")}
-    stacks = tuple(empty_stack(LAYERS, shape, x.dtype, **lies) for _ in range(2)) if stacked else None
+    stacks = tuple(empty_sharded_stack(LAYERS, shape, x.dtype, **lies) for _ in range(2)) if stacked else None
 
     def body(carry, layer):
         (x, stacks), (w, number) = carry, layer
@@ -43,12 +43,12 @@ def layers(mesh, recipe, stacked, x, weights):
         ws = tuple(w[name] for name in CUT)
         if stacks is None:
             return (x + ops.mlp(x, *ws, placements=placements, **options), None), None
-        execution = ops.Execution(placements=tuple(placements.values()))
-        y, (*stacks, _) = ops.mlp_in_stacks(x, ws, (*stacks, number), execution=execution, **options)
+        execution = ops.ExecutionConfig(placements=tuple(placements.values()))
+        y, (*stacks, _) = ops.mlp_with_stacked_residuals(x, ws, (*stacks, number), execution=execution, **options)
         return (x + y, tuple(stacks)), None
 
     (x, stacks), _ = lax.scan(body, (x, stacks), (weights, jnp.arange(LAYERS)))
-    return x if stacks is None else hand_back(x, stacks)
+    return x if stacks is None else return_as_cotangent(x, stacks)
 
 
 def gradients(mesh, recipe, stacked, x, weights):
@@ -65,7 +65,9 @@ LIGHT = dataclasses.replace(hb.recipe("bf16"), name="light", **QUANTIZED)
 
 def test_a_loop_with_stacks_has_the_gradients_of_one_without(monkeypatch):
     """On the CPU no kernel would read them in place: the op is told that one does."""
-    monkeypatch.setattr(Middle, "in_place", lambda middle, linears, place: place is not None)
+    monkeypatch.setattr(
+        GatedActivationConfig, "uses_stacked_residuals", lambda middle, linears, place: place is not None
+    )
     mesh = make_mesh({"fsdp": 4}, jax.devices("cpu")[:4])
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(4, 16, 64)), jnp.bfloat16)
@@ -106,10 +108,10 @@ def moved(recipe, device=H200):
     shapes = {"gate": (EMBED, HIDDEN), "up": (EMBED, HIDDEN), "down": (HIDDEN, EMBED)}
     weights = {name: like((LAYERS, *s), jnp.float32, None, *CUT[name]) for name, s in shapes.items()}
     options = {"xla_gpu_enable_dynamic_slice_fusion": False, **(fp8.COMPILER_OPTIONS if recipe == "fp8" else {})}
-    with ops.compile_for(device), devices.target_cudnn(), fp8.one_call():
+    with ops.compile_for(device), devices.target_cudnn(), fp8.fuse_scales_into_gemm():
         run = jax.jit(functools.partial(gradients, mesh, recipe, True), compiler_options=options)
         text = run.lower(x, weights).compile().as_text()
-    return {kind: each.total for kind, each in moves(program.read(text)).items()}
+    return {kind: each.total for kind, each in moves(hlo.parse_hlo(text)).items()}
 
 
 @pytest.mark.cuda_compiler
@@ -139,8 +141,8 @@ def test_a_loops_weights_are_not_copied_for_the_kernels(recipe) -> None:
         def body(x, layer):
             w, number = layer
             key = jax.random.fold_in(jax.random.key(1), number)
-            lies = (Layer(lax.stop_gradient(stack), number),) if stacked else None
-            execution = ops.Execution("fused", layers=lies)
+            lies = (StackSlice(lax.stop_gradient(stack), number),) if stacked else None
+            execution = ops.ExecutionConfig("fused", stack_slices=lies)
             return ops.qdots(x, [w], recipes=[hb.recipe(recipe)], keys=[key], execution=execution)[0], None
 
         return lax.scan(body, x, (stack, jnp.arange(3)))[0].astype(jnp.float32).sum()
@@ -149,9 +151,11 @@ def test_a_loops_weights_are_not_copied_for_the_kernels(recipe) -> None:
         with ops.compile_for(H200):
             step = jax.jit(jax.grad(functools.partial(loss, stacked=stacked)), compiler_options=ops.GPU_OPTIONS)
             text = step.lower(like(3, 256, 256, dtype=jnp.float32), like(512, 256)).compile().as_text()
-        read = program.read(text)
+        read = hlo.parse_hlo(text)
         slices = [
-            (at.instruction, each) for at, each in traffic_of_launches(read) if move_of(read, at.instruction) == "slice"
+            (at.instruction, each)
+            for at, each in traffic_of_launches(read)
+            if data_movement_kind(read, at.instruction) == "slice"
         ]
         return sum(each.total for found, each in slices if found.results[0].dtype == "f32")  # what x left is in codes
 

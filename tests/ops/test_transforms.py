@@ -14,8 +14,8 @@ from checks import KEY
 from instruments import quantizations, quick
 
 import halfbyte as hb
-from halfbyte.ops.operand import SAVED
-from halfbyte.recipe import layer_key
+from halfbyte.ops.operand import SAVED_NAME
+from halfbyte.recipes import layer_key
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_cpu")]
 
@@ -23,7 +23,7 @@ NVFP4 = hb.recipe("nvfp4")
 LAYERS, WIDTH, TOKENS = 3, 32, 32
 LINEAR = 5  # quantizations of one linear, forward and backward
 
-save_quantized = jax.checkpoint_policies.save_only_these_names(SAVED)
+save_quantized = jax.checkpoint_policies.save_only_these_names(SAVED_NAME)
 REMATS = {
     "none": lambda layer: layer,
     "full": jax.checkpoint,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.devices.target import limits
+from halfbyte.devices.compile_target import block_limits
 from halfbyte.models import LlamaConfig
 from halfbyte.train import TrainConfig, lower_train_step, phases, run_mesh
 
@@ -27,7 +27,7 @@ MODEL = LlamaConfig(
 
 @functools.cache
 def topology(name):
-    return devices.topology(devices.device(name), hosts=1, per_host=1)
+    return devices.topology(devices.device_by_name(name), hosts=1, per_host=1)
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +57,18 @@ def check_linear(name, backend, native, shared_memory):
         y = hb.qdot(x, w, recipe=hb.recipe("nvfp4"), key=jax.random.key(0), backend=backend)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    with ops.compile_for(devices.device(name)):
+    with ops.compile_for(devices.device_by_name(name)):
         text = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, w).compile().as_text()
     assert text.count(NATIVE) == native
     assert shared_memory or "mosaic_gpu" not in text
-    assert max(shared_memory, default=0) <= limits(devices.device(name))["shared"]
+    assert max(shared_memory, default=0) <= block_limits(devices.device_by_name(name))["shared"]
 
 
 def test_a_train_step(shared_memory):
-    device = devices.device("rtx-pro-6000")
+    device = devices.device_by_name("rtx-pro-6000")
     config = TrainConfig(name="tiny", model=MODEL, data="synthetic", batch=2, seq=256)
     mesh = run_mesh(config, topology(device.name).devices)
     with ops.compile_for(device), devices.target_cudnn():
         text = lower_train_step(config, phases(config)[0].resolved(config), mesh, seq=256).compile().as_text()
     assert text.count(NATIVE) >= 3 * 3  # the MLP's linears in the layers' loop, forward and backward
-    assert max(shared_memory) <= limits(device)["shared"]
+    assert max(shared_memory) <= block_limits(device)["shared"]

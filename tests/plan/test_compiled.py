@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
+import halfbyte.plan.compiled_step  # noqa: F401 (the module is changed below)
 from halfbyte.cli.main import main
 
 pytestmark = pytest.mark.slow
 
-MODULE = sys.modules["halfbyte.plan.reading"]
+MODULE = sys.modules["halfbyte.plan.compiled_step"]
 STEP = "plan demo --device h200 --count 2 --layers 1 --seq 128 --batch 4 --recipe bf16 --json".split()
 
 
@@ -28,5 +28,5 @@ def test_the_command_compiles_reads_and_keeps(capfd, monkeypatch, tmp_path):
     assert "all-gather" in sent and {"reduce-scatter", "all-reduce"} & sent
     assert {"optimizer", "loss"} <= set(row["bytes_by_purpose"]) and row["step_time_s"] > 0
 
-    monkeypatch.setattr(MODULE, "compiled", lambda *step: pytest.fail("compiled again"))
+    monkeypatch.setattr(MODULE, "profile_compiled_step", lambda *step: pytest.fail("compiled again"))
     assert main(STEP) == 0 and json.loads(capfd.readouterr().out) == first

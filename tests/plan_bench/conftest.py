@@ -1,4 +1,4 @@
-"""The tiny run of tests/train and the program of tests/program are measured here too; compiles quickly, as there."""
+"""The tiny run of tests/train and the program of tests/hlo are measured here too; compiles quickly, as there."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("bench", "train", "program")]
+sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("plan_bench", "train", "hlo")]
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -11,10 +11,9 @@ import json
 import pytest
 from tiny import tiny
 
-from halfbyte import bench
-from halfbyte.bench import fitting
-from halfbyte.bench.fitting import FARTHEST, MOST, bytes_needed, search
 from halfbyte.cli.main import main
+from halfbyte.plan import step_placement, step_timing
+from halfbyte.plan.step_placement import MAX_BATCH, MAX_EXTRAPOLATION_FACTOR, peak_bytes, search_largest
 from halfbyte.train import preflight, run_mesh
 
 SEQ = 32
@@ -25,7 +24,7 @@ TINY_RUN = tiny(recipe="bf16", remat="full")
 def _compiled_once():
     """A batch that two tests or two searches ask about is compiled for the first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting, "compile_step", functools.cache(fitting.compile_step))
+        patch.setattr(step_placement, "compile_step", functools.cache(step_placement.compile_step))
         yield
 
 
@@ -37,24 +36,24 @@ def test_the_search_ends_between_a_batch_that_fits_and_one_that_does_not(limit, 
     def needed(batch: int) -> int:
         return 90 + max(10 + batch, 3 * batch - 40)
 
-    found, asked = search(needed, limit=limit, unit=unit)
+    found, asked = search_largest(needed, limit=limit, unit=unit)
     assert found % unit == 0 and (found == 0 or needed(found) <= limit) and needed(found + unit) > limit
     assert len(asked) <= 6
 
 
 @pytest.mark.parametrize("unit", [1, 3, 24])
 def test_a_need_that_does_not_grow_is_followed_in_steps_and_in_whole_units(unit) -> None:
-    found, asked = search(lambda batch: 100, limit=10**9, unit=unit)
-    assert found + unit == MOST // unit * unit and not any(batch % unit for batch in asked)
+    found, asked = search_largest(lambda batch: 100, limit=10**9, unit=unit)
+    assert found + unit == MAX_BATCH // unit * unit and not any(batch % unit for batch in asked)
     tried = sorted(asked)
-    assert all(b <= FARTHEST * a for a, b in itertools.pairwise(tried))
+    assert all(b <= MAX_EXTRAPOLATION_FACTOR * a for a, b in itertools.pairwise(tried))
 
 
 def test_the_batch_found_runs_and_the_next_needs_more() -> None:
     mesh = run_mesh(TINY_RUN)
-    limit = bytes_needed(fitting.compile_step(dataclasses.replace(TINY_RUN, batch=2 * mesh.size), mesh, seq=SEQ))
+    limit = peak_bytes(step_placement.compile_step(dataclasses.replace(TINY_RUN, batch=2 * mesh.size), mesh, seq=SEQ))
     said: list[str] = []
-    row = bench.measure_largest(TINY_RUN, seq=SEQ, limit=limit, say=said.append)
+    row = step_timing.measure_largest(TINY_RUN, seq=SEQ, limit=limit, say=said.append)
     assert row.batch >= 2 * mesh.size and row.milliseconds is not None
     assert row.needed_gib <= row.limit_gib == limit / 2**30
     assert row.activations_gib < row.temporaries_gib
@@ -62,18 +61,18 @@ def test_the_batch_found_runs_and_the_next_needs_more() -> None:
 
 
 def test_nothing_fits_and_the_row_says_what_was_missing() -> None:
-    row = bench.measure_largest(TINY_RUN, seq=SEQ, limit=1000)
+    row = step_timing.measure_largest(TINY_RUN, seq=SEQ, limit=1000)
     assert row.batch == 0 and row.milliseconds is None and "needs" in row.note
 
 
 def test_the_command_reports_it(tmp_path, monkeypatch, capsys) -> None:
-    def found(config, *, seq, limit, say) -> bench.Measured:
-        return bench.Measured(
+    def found(config, *, seq, limit, say) -> step_timing.StepMeasurement:
+        return step_timing.StepMeasurement(
             config.recipe, "mlp", config.remat, "", 24, milliseconds=9.0, needed_gib=0.4, limit_gib=limit / 2**30
         )
 
-    monkeypatch.setattr(bench, "measure_largest", found)
-    monkeypatch.setattr(preflight, "memory_of", lambda device: 2**29)
+    monkeypatch.setattr(step_timing, "measure_largest", found)
+    monkeypatch.setattr(preflight, "device_memory_bytes", lambda device: 2**29)
     out = tmp_path / "fits.json"
     flags = ["--recipes", "bf16", "--remat", "none,full", "--largest-batch", "--out", str(out)]
     assert main(["bench", "demo", *flags]) == 0

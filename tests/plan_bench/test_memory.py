@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from halfbyte import models, ops
-from halfbyte.bench import bytes_needed, compile_step
-from halfbyte.devices import device, target_cudnn, topology
-from halfbyte.launch import recommended
-from halfbyte.runs import run_config
+from halfbyte.devices import device_by_name, target_cudnn, topology
+from halfbyte.devices.xla_flags import recommended_flags
+from halfbyte.plan import compile_step, peak_bytes
 from halfbyte.train import run_mesh
+from halfbyte.train.run_presets import run_config
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
-H200 = device("h200")
+H200 = device_by_name("h200")
 
 
 @functools.cache
@@ -46,8 +46,10 @@ def test_the_whole_8b_step_fits_one_card() -> None:
     """float32 master weights and moments, 8192 tokens, within the part of the card that the allocator gets."""
     step = compiled("nvfp4", "quantized")
     (fraction,) = (
-        float(s.value) for s in recommended("NVIDIA H200", several=False) if s.name == "XLA_PYTHON_CLIENT_MEM_FRACTION"
+        float(s.value)
+        for s in recommended_flags("NVIDIA H200", several=False)
+        if s.name == "XLA_PYTHON_CLIENT_MEM_FRACTION"
     )
     usable = 139.0 * 2**30  # what the driver leaves of the card's 141 GiB
-    assert bytes_needed(step) < fraction * usable - 2 * 2**30
+    assert peak_bytes(step) < fraction * usable - 2 * 2**30
     assert ".remat" not in step.as_text()  # XLA's own rematerialization stayed out

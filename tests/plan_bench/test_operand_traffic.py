@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from step_placement import native_calls, operand_traffic
 
-from halfbyte import bench, ops
-from halfbyte.bench.operand_traffic import compulsory_bytes, operand_bytes
-from halfbyte.devices import device, target_cudnn, topology
+from halfbyte import ops, plan
+from halfbyte.devices import device_by_name, target_cudnn, topology
+from halfbyte.hlo import parse_hlo
 from halfbyte.ops.backends import BACKENDS, native
-from halfbyte.program import read
-from halfbyte.recipe import recipe
-from halfbyte.runs import run_config
+from halfbyte.plan.operand_traffic import compulsory_bytes, operand_bytes
+from halfbyte.recipes import recipe
 from halfbyte.train import run_mesh
+from halfbyte.train.run_presets import run_config
 
-GB200 = device("gb200")
+GB200 = device_by_name("gb200")
 CONFIG = dataclasses.replace(run_config("llama3-8b"), mesh="fsdp=8", batch=32, data="synthetic")
 
 
@@ -76,7 +76,7 @@ def program(config):
     mesh = run_mesh(config, np.array(topology(GB200, hosts=2, per_host=4).devices))
     with ops.compile_for(GB200), target_cudnn():
         config = dataclasses.replace(config, schedule_by="xla")  # the order changes no bytes of operands
-        return read(bench.compile_step(config, mesh, seq=config.seq).as_text())
+        return parse_hlo(plan.compile_step(config, mesh, seq=config.seq).as_text())
 
 
 SMALL = dataclasses.replace(
@@ -90,7 +90,9 @@ SMALL = dataclasses.replace(
 def test_a_step_that_xla_quantizes_is_found_out(monkeypatch):
     """The same reader over the same small model whose kernels were taken away: far beyond the limit that it keeps with
     them, below. In MXFP8, whose passes XLA compiles in a third of the time that NVFP4's take."""
-    monkeypatch.setitem(BACKENDS, "native", dataclasses.replace(BACKENDS["native"], passes=(native.TILED,)))
+    monkeypatch.setitem(
+        BACKENDS, "native", dataclasses.replace(BACKENDS["native"], passes=(native.REFERENCE_NATIVE_PASSES,))
+    )
     plain = dataclasses.replace(SMALL, recipe="mxfp8", remat="none")
     assert operand_traffic(program(plain), plain, {"fsdp": 8}).excess > 5
 
@@ -102,7 +104,7 @@ def test_mxfp8_in_every_linear_makes_its_operands_once():
     config = dataclasses.replace(SMALL, recipe="mxfp8", policy="all_linear")
     found = program(config)
     gemms, calls = native_calls(found, config)
-    assert sum(gemm.times for gemm in gemms) == calls == (3 * 7 + 2) * config.model.layers
+    assert sum(gemm.execution_count for gemm in gemms) == calls == (3 * 7 + 2) * config.model.layers
     assert {gemm.dtype for gemm in gemms} == {"f8e4m3fn"}
     operands = operand_traffic(found, config, {"fsdp": 8})
     assert operands.excess <= 1.5

@@ -7,25 +7,27 @@ from eight_gpus import check, compile_for, config_of, hidden_share, kernels_kept
 from overlaps import overlap
 from step_placement import reduces_whole
 
-from halfbyte import bench, models
-from halfbyte.bench.placement import AGAIN
-from halfbyte.devices import device
-from halfbyte.models import REMAT
-from halfbyte.plan.schedule import Event
-from halfbyte.program import collectives, read
+from halfbyte import models, plan
+from halfbyte.devices import device_by_name
+from halfbyte.hlo import find_collectives, parse_hlo
+from halfbyte.models import REMAT_POLICIES
+from halfbyte.plan.simulator import StepEvent
+from halfbyte.plan.step_placement import REMAT_LINEARS
 
-H200 = device("h200")
+H200 = device_by_name("h200")
 CONFIG = config_of("bf16", batch=16)
 
 
 def test_needed_flops_are_the_models_and_what_remat_repeats():
     plain = dataclasses.replace(CONFIG, remat="none")
-    linears = {part: flops for part, flops in models.flops_shares(CONFIG.model, 8192).items() if part != "attention"}
-    assert sum(bench.needed_flops(plain).values()) == sum(linears.values()) * 16 * 8192
+    linears = {
+        part: flops for part, flops in models.flops_by_component(CONFIG.model, 8192).items() if part != "attention"
+    }
+    assert sum(plan.needed_flops(plain).values()) == sum(linears.values()) * 16 * 8192
     tokens, layers = 16 * 8192, CONFIG.model.layers
-    again = sum(bench.needed_flops(CONFIG).values()) - sum(bench.needed_flops(plain).values())
+    again = sum(plan.needed_flops(CONFIG).values()) - sum(plan.needed_flops(plain).values())
     assert again == 2 * layers * 2 * tokens * 4096 * 14336  # the forward GEMMs of gate and up
-    assert set(AGAIN) == set(REMAT)
+    assert set(REMAT_LINEARS) == set(REMAT_POLICIES)
 
 
 @pytest.mark.slow
@@ -52,18 +54,18 @@ def test_weights_travel_beside_products_under_tensor_parallelism_too(tmp_path, m
     # Sums over `tensor` of the backward pass: of gate's, up's, q's, k's and v's dx, each behind products of wgrad.
     sums = [each for each in overlap(program, dict(mesh.shape)) if scatters_tokens(each.collective)]
     beside = [each for each in sums if each.gemms]
-    assert sum(each.collective.times for each in beside) >= 5 * config.model.layers - 5
+    assert sum(each.collective.execution_count for each in beside) >= 5 * config.model.layers - 5
 
 
 @pytest.mark.parametrize("order, hidden", [(("send", "gemm", "wait"), 1.0), (("send", "wait", "gemm"), 0.0)])
 def test_hidden_share_counts_weights_and_no_tokens(order, hidden):
     gather = {"format": "all-gather", "axes": ("fsdp",), "moved": 1e8, "inner": 8}
     events = {
-        "send": Event("send", "weights", **gather),
-        "wait": Event("wait", "weights"),
-        "gemm": Event("gemm", "dot", format="bf16", flops=1e13),
+        "send": StepEvent("send", "weights", **gather),
+        "wait": StepEvent("wait", "weights"),
+        "gemm": StepEvent("gemm", "dot", format="bf16", flops=1e13),
     }
-    tokens = Event("send", "tokens", **(gather | {"axes": ("tensor",), "asynchronous": False}))
+    tokens = StepEvent("send", "tokens", **(gather | {"axes": ("tensor",), "asynchronous": False}))
     assert hidden_share((*(events[name] for name in order), tokens), H200) == pytest.approx(hidden)
 
 
@@ -91,6 +93,6 @@ ENTRY %main (a: f32[64,128]) -> f32[64,128] {
     ("{{0,1},{2,3},{4,5},{6,7}}", False),  # over tensor: the loss, or a layer's partial sums
 ])  # fmt: skip
 def test_a_sum_over_tensor_is_no_gradient(groups, gradient):
-    (found,) = collectives(read(LOSS.replace("GROUPS", groups)), {"fsdp": 4, "tensor": 2})
+    (found,) = find_collectives(parse_hlo(LOSS.replace("GROUPS", groups)), {"fsdp": 4, "tensor": 2})
     assert reduces_whole(found, 64 * 128) == gradient
     assert not reduces_whole(found, 64 * 128 + 1)

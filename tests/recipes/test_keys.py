@@ -9,8 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.formats import MixedKey, key_words
-from halfbyte.recipe import GEMMS, ROLES, layer_key, operand_words, role_key, signs_key, site_key, site_keys, step_key
+from halfbyte.formats import HashedKey, key_words
+from halfbyte.recipes import (
+    GEMM_ROLES,
+    ROLES,
+    layer_key,
+    role_key,
+    signs_key,
+    site_key,
+    site_keys,
+    step_key,
+    stream_key_words,
+)
 
 SITES = ("layers/mlp/gate", "layers/mlp/up", "layers/mlp/down", "layers/attention/q")
 
@@ -51,6 +61,18 @@ def test_the_key_has_two_words_whatever_the_default_generator():
         assert words(full_key(0, 3, 1, "layers/mlp/up", "dgrad_dy")) == (3637866579, 3051378665)
 
 
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+def test_unsafe_rbg_steps_and_layers_have_own_keys(make_key):
+    """`fold_in` of unsafe_rbg is an exclusive or: (step 3, layer 3) and (step 4, layer 4) would have one key."""
+    with jax.default_prng_impl("unsafe_rbg"):
+        root = make_key(0)
+        found = jax.vmap(
+            lambda s, n: jax.random.key_data(site_key(layer_key(jax.random.fold_in(root, s), n), "mlp/up"))
+        )(*(place.ravel() for place in jnp.indices((5, 5))))
+        assert len(np.unique(found, axis=0)) == 25
+        assert words(layer_key(layer_key(root, 1), 2)) != words(layer_key(layer_key(root, 2), 1))
+
+
 def test_a_raw_key_is_as_good_as_a_typed_one():
     raw, typed = jax.random.PRNGKey(3), jax.random.key(3)
     assert tuple(int(w) for w in role_key(raw, "dgrad_dy")) == words(role_key(typed, "dgrad_dy"))
@@ -59,8 +81,8 @@ def test_a_raw_key_is_as_good_as_a_typed_one():
 
 @pytest.mark.slow
 def test_of_all_that_is_drawn_each_has_the_key_that_the_linears_own_gives():
-    found, own = operand_words(step_key(0, 0)), step_key(0, 0)
-    keys = [*(role_key(own, role) for role in ROLES), *(signs_key(own, gemm) for gemm in GEMMS)]
+    found, own = stream_key_words(step_key(0, 0)), step_key(0, 0)
+    keys = [*(role_key(own, role) for role in ROLES), *(signs_key(own, gemm) for gemm in GEMM_ROLES)]
     assert found.tolist() == [[int(word) for word in key_words(key)] for key in keys]
 
 
@@ -74,7 +96,7 @@ def test_keys_of_several_sites_are_folded_at_once():
 @pytest.mark.slow
 def test_of_keys_mixed_before_each_is_found_by_its_name():
     table = jnp.arange(6, dtype=jnp.uint32).reshape(3, 2)
-    drawn = {name: MixedKey(table + 10 * n, jnp.int32(1)) for n, name in enumerate(("dgrad_dy", "wgrad signs"))}
+    drawn = {name: HashedKey(table + 10 * n, jnp.int32(1)) for n, name in enumerate(("dgrad_dy", "wgrad signs"))}
     assert [int(word) for word in key_words(role_key(drawn, "dgrad_dy"))] == [2, 3]
     assert [int(word) for word in key_words(signs_key(drawn, "wgrad"))] == [12, 13]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.recipe import Policy, Rule, policy, policy_names, recipe
+from halfbyte.recipes import Policy, Rule, policy, policy_names, recipe
 
 PATHS = (
     [f"layers/attention/{s}" for s in "qkvo"] + [f"layers/mlp/{s}" for s in ("gate", "up", "down")] + ["embed", "head"]
@@ -23,13 +23,13 @@ def test_mlp_is_the_published_scope():
     (segment,) = resolved.segments
     assert (segment.start, segment.stop) == (0, 32)
     assert {path for path, made in segment.recipes.items() if made == NVFP4} == {p for p in PATHS if "mlp" in p}
-    assert names(resolved.outside) == {"embed": "bf16", "head": "bf16"}
+    assert names(resolved.non_layer_recipes) == {"embed": "bf16", "head": "bf16"}
 
 
 def test_all_linear_leaves_embedding_and_head_alone():
     resolved = policy("all_linear", NVFP4).resolve(PATHS, 4)
     assert set(names(resolved.segments[0].recipes).values()) == {"nvfp4"}
-    assert set(names(resolved.outside).values()) == {"bf16"}
+    assert set(names(resolved.non_layer_recipes).values()) == {"bf16"}
 
 
 # 62 blocks: the paper keeps the first 2 and the last 8. The others follow from round(0.13 L).
@@ -45,10 +45,10 @@ def test_paper_keeps_the_first_2_and_the_last_13_percent_in_bf16(layers, tail):
 def test_the_first_match_wins_and_what_no_rule_matches_is_bf16():
     rules = (Rule("layers/mlp/down", FP8), Rule("layers/mlp/*", NVFP4), Rule("head", FP8))
     resolved = Policy("mixed", rules).resolve(PATHS, 2)
-    assert resolved.at("layers/mlp/down", 1) == FP8
-    assert resolved.at("layers/mlp/up", 1) == NVFP4
-    assert resolved.at("layers/attention/q", 0) == BF16
-    assert resolved.at("head") == FP8 and resolved.at("embed") == BF16
+    assert resolved.recipe_at("layers/mlp/down", 1) == FP8
+    assert resolved.recipe_at("layers/mlp/up", 1) == NVFP4
+    assert resolved.recipe_at("layers/attention/q", 0) == BF16
+    assert resolved.recipe_at("head") == FP8 and resolved.recipe_at("embed") == BF16
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_a_rule_that_decides_nothing_is_an_error(rule, why):
 
 def test_a_run_is_not_left_in_bf16_in_silence():
     exceptions = "mlp; layers[-4:]=bf16"
-    assert policy(exceptions, NVFP4).resolve(PATHS, 5).at("layers/mlp/up", 0) == NVFP4
+    assert policy(exceptions, NVFP4).resolve(PATHS, 5).recipe_at("layers/mlp/up", 0) == NVFP4
     with pytest.raises(ValueError, match="leaves nothing to quantize in 4 layers"):
         policy(exceptions, NVFP4).resolve(PATHS, 4)
-    assert not policy(exceptions, BF16).resolve(PATHS, 4).at("layers/mlp/up", 0).quantized
-    assert policy(f"{exceptions}; mlp/down=fp8", NVFP4).resolve(PATHS, 4).at("layers/mlp/down", 0) == FP8
+    assert not policy(exceptions, BF16).resolve(PATHS, 4).recipe_at("layers/mlp/up", 0).quantized
+    assert policy(f"{exceptions}; mlp/down=fp8", NVFP4).resolve(PATHS, 4).recipe_at("layers/mlp/down", 0) == FP8
 
 
 def test_paper_on_a_model_too_small_for_it_is_an_error():
@@ -99,9 +99,9 @@ def test_bad_rules_and_names():
 ])  # fmt: skip
 def test_attention_is_higher_than_a_4_bit_mlp(text, run, attention):
     resolved = policy(text, run).resolve(["layers/mlp/down", "layers/attention/q"], 4)
-    assert resolved.at("layers/mlp/down", 0).name == run
-    assert resolved.at("layers/attention/q", 0).name == attention
-    assert ("bf16" in text) == (resolved.at("layers/attention/q", 3).name != attention)
+    assert resolved.recipe_at("layers/mlp/down", 0).name == run
+    assert resolved.recipe_at("layers/attention/q", 0).name == attention
+    assert ("bf16" in text) == (resolved.recipe_at("layers/attention/q", 3).name != attention)
 
 
 BOUNDS = st.one_of(st.none(), st.integers(-6, 6))
@@ -126,7 +126,7 @@ def test_segments_say_the_same_as_a_lookup_layer_by_layer(num_layers, drawn):
             made.resolve(PATHS, num_layers)
         return
     resolved = made.resolve(PATHS, num_layers)
-    assert {(path, layer): resolved.at(path, layer) for path, layer in expected} == expected
+    assert {(path, layer): resolved.recipe_at(path, layer) for path, layer in expected} == expected
     assert [s.start for s in resolved.segments[1:]] == [s.stop for s in resolved.segments[:-1]]
     assert all(a.recipes != b.recipes for a, b in zip(resolved.segments, resolved.segments[1:], strict=False))
 
@@ -136,5 +136,13 @@ def test_a_resolved_policy_is_hashable_frozen_and_pickles():
     assert hash(resolved) == hash(policy("paper", NVFP4).resolve(PATHS, 32))
     assert pickle.loads(pickle.dumps(resolved)) == resolved
     with pytest.raises(TypeError, match="does not change"):
-        resolved.outside["head"] = NVFP4
+        resolved.non_layer_recipes["head"] = NVFP4
     assert str(resolved).startswith("layers 0..1: bf16 (attention/q")
+
+
+def test_fraction_from_the_end_that_rounds_to_zero_is_the_end():
+    """The last 1% of 8 layers are none, so `[:-0.01]` is all of them."""
+    resolved = Policy("all", (Rule("layers/mlp/*", NVFP4, layers=(0, -0.01)),)).resolve(PATHS, 8)
+    (segment,) = resolved.segments
+    assert (segment.start, segment.stop) == (0, 8)
+    assert NVFP4 in segment.recipes.values()

@@ -6,17 +6,17 @@ import itertools
 import pytest
 
 from halfbyte.formats import BF16, FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4
-from halfbyte.recipe import (
-    GEMMS,
-    GRADIENTS,
+from halfbyte.recipes import (
+    GEMM_ROLES,
+    GRADIENT_ROLES,
     ROLES,
-    WEIGHTS,
+    WEIGHT_ROLES,
     OperandPolicy,
     Recipe,
-    aliases,
-    difference,
-    neighbour,
+    base_recipe,
+    maxtext_aliases,
     recipe,
+    recipe_diff,
     recipe_names,
 )
 
@@ -48,21 +48,21 @@ def test_nvfp4_is_the_published_table():
         ("nvfp4_no_2d", "nvfp4", {("fprop_w", "block"), ("dgrad_w", "block")}),
         ("nvfp4_bf16_weights", "nvfp4", {("fprop_w", "source"), ("dgrad_w", "source")}),
         ("nvfp4_rht_everywhere", "nvfp4", {(role, "hadamard") for role in ROLES[:4]}),
-        ("nvfp4_sr_everywhere", "nvfp4", {(role, "rounding") for role in ROLES if role not in GRADIENTS}),
+        ("nvfp4_sr_everywhere", "nvfp4", {(role, "rounding") for role in ROLES if role not in GRADIENT_ROLES}),
         ("mxfp4", "nvfp4_no_2d", {(role, "format") for role in ROLES}),
         ("fp8", "bf16", {(role, "format") for role in ROLES}),
         ("mxfp8", "fp8", {(role, "format") for role in ROLES}),
     ],
 )
 def test_a_preset_changes_in_its_neighbour_exactly_what_its_name_says(name, base, changed):
-    found = difference(recipe(base), recipe(name))
+    found = recipe_diff(recipe(base), recipe(name))
     assert {(role, field) for role, field, _, _ in found} == changed
-    assert neighbour(name) == recipe(base)
+    assert base_recipe(name) == recipe(base)
 
 
 def test_eight_bit_presets():
     assert {role: op.format for role, op in recipe("fp8").operands().items()} == {
-        role: FP8_E5M2 if role in GRADIENTS else FP8 for role in ROLES
+        role: FP8_E5M2 if role in GRADIENT_ROLES else FP8 for role in ROLES
     }
     assert {op.format for op in recipe("mxfp8").operands().values()} == {MXFP8}
     assert {op.format for op in recipe("mxfp4").operands().values()} == {MXFP4}
@@ -70,24 +70,24 @@ def test_eight_bit_presets():
 
 
 def test_bf16_quantizes_nothing_and_every_other_preset_something():
-    assert not recipe("bf16").quantized and neighbour("bf16") is None
+    assert not recipe("bf16").quantized and base_recipe("bf16") is None
     assert all(recipe(name).quantized for name in recipe_names() if name != "bf16")
     assert all(recipe(name).description for name in recipe_names())
 
 
 def test_difference_gives_both_values():
-    assert ("dgrad_dy", "rounding", "stochastic", "rne") in difference(recipe("nvfp4"), recipe("nvfp4_no_sr"))
-    assert difference(recipe("nvfp4"), recipe("nvfp4")) == []
+    assert ("dgrad_dy", "rounding", "stochastic", "rne") in recipe_diff(recipe("nvfp4"), recipe("nvfp4_no_sr"))
+    assert recipe_diff(recipe("nvfp4"), recipe("nvfp4")) == []
 
 
-@pytest.mark.parametrize(("alias", "name"), sorted(aliases().items()))
+@pytest.mark.parametrize(("alias", "name"), sorted(maxtext_aliases().items()))
 def test_maxtext_names_are_accepted(alias, name):
     assert recipe(alias) is recipe(name)
 
 
 def test_all_maxtext_names_are_there():
     scaled = {"te_fp8_currentscaling", "te_fp8_delayedscaling", "te_mxfp8"}
-    assert set(aliases()) == {"te_nvfp4", "te_nvfp4_no_rht", "te_no_quant"} | scaled
+    assert set(maxtext_aliases()) == {"te_nvfp4", "te_nvfp4_no_rht", "te_no_quant"} | scaled
 
 
 def test_an_unknown_name_gets_the_nearest():
@@ -95,11 +95,11 @@ def test_an_unknown_name_gets_the_nearest():
         recipe("nvfp4_norht")
 
 
-@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("gemm", GEMM_ROLES)
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_hadamard_on_one_operand_is_refused_with_both_named(gemm, side):
     base = recipe("nvfp4_no_rht")
-    role, other = GEMMS[gemm][side], GEMMS[gemm][1 - side]
+    role, other = GEMM_ROLES[gemm][side], GEMM_ROLES[gemm][1 - side]
     with pytest.raises(
         ValueError, match=rf"{gemm} cancels only if both.*{role}.hadamard=True|{other}.hadamard=False"
     ) as caught:
@@ -107,7 +107,7 @@ def test_a_hadamard_on_one_operand_is_refused_with_both_named(gemm, side):
     assert role in str(caught.value) and other in str(caught.value)
 
 
-@pytest.mark.parametrize("role", [role for role in ROLES if role not in WEIGHTS])
+@pytest.mark.parametrize("role", [role for role in ROLES if role not in WEIGHT_ROLES])
 def test_2d_blocks_are_for_weights(role):
     base = recipe("nvfp4")
     with pytest.raises(ValueError, match=rf"{role}.block='2d'.*use block='1d'"):
@@ -151,4 +151,17 @@ def test_recipes_are_hashable_and_print_short():
 def test_two_recipes_without_a_difference_are_one_but_for_their_names():
     every = [dataclasses.replace(recipe(name), name="", description="") for name in recipe_names()]
     for a, b in itertools.product(every, every):
-        assert (difference(a, b) == []) == (a == b)
+        assert (recipe_diff(a, b) == []) == (a == b)
+
+
+def test_halfbyte_requantizes_both_backward_operands_from_the_forward_pass():
+    halfbyte = recipe("halfbyte")
+    sources = {role: operand.source for role, operand in halfbyte.operands().items()}
+    assert sources == dict.fromkeys(ROLES, "as_is") | dict.fromkeys(("dgrad_w", "wgrad_x"), "requantize_forward")
+
+
+def test_hadamard_signs_of_one_operand_alone_are_refused():
+    nvfp4 = recipe("nvfp4")
+    fresh = dataclasses.replace(nvfp4.wgrad_dy, signs="fresh")
+    with pytest.raises(ValueError, match="both operands take the same"):
+        dataclasses.replace(nvfp4, wgrad_dy=fresh)

@@ -9,8 +9,8 @@ import pytest
 
 import halfbyte as hb
 from halfbyte.models import preset
-from halfbyte.recipe import own, policy, recipe, spell_policy, spell_recipe
-from halfbyte.train.config import TrainConfig
+from halfbyte.recipes import policy, policy_to_text, recipe, recipe_to_text, user_recipes
+from halfbyte.train.train_config import TrainConfig
 
 MINE = """
 import dataclasses
@@ -52,7 +52,7 @@ def test_what_was_hashed_is_what_runs(mine, monkeypatch):
     """A file that is replaced behind the hash: what lies there by then is not imported."""
     source = (MINE + "# hashed").encode()
     mine.write_text("raise RuntimeError('another file')")
-    monkeypatch.setattr("halfbyte.inputs.programs._source", lambda path: source)
+    monkeypatch.setattr("halfbyte.io.trusted_programs._source", lambda path: source)
     assert recipe(f"{mine}:half").fprop_x.format == hb.NVFP4
 
 
@@ -61,19 +61,21 @@ def test_a_policy_of_a_file_is_a_value_or_a_function_of_the_recipe(mine):
     assert ends.rules[0].recipe == recipe("nvfp4")
     sites = ["layers/mlp/up", "layers/mlp/down"]
     resolved = policy(f"{mine}:all_but_down", "fp8").resolve(sites, 4)
-    assert resolved.at("layers/mlp/up", 0).name == "fp8" and resolved.at("layers/mlp/down", 0).name == "bf16"
+    assert (
+        resolved.recipe_at("layers/mlp/up", 0).name == "fp8" and resolved.recipe_at("layers/mlp/down", 0).name == "bf16"
+    )
 
 
 def test_values_are_spelled_out_and_read_back():
     made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
-    assert recipe(spell_recipe(made)) == made
+    assert recipe(recipe_to_text(made)) == made
     rules = hb.Policy("p", (hb.Rule("layers/mlp/*", made, (1, -0.25)), hb.Rule("*", None)))
-    assert policy(spell_policy(rules), "bf16") == rules
+    assert policy(policy_to_text(rules), "bf16") == rules
     held = config(recipe=made, policy=rules)
     assert recipe(held.recipe) == made and policy(held.policy, "bf16") == rules
     odd = dataclasses.replace(hb.NVFP4, name="odd")
     with pytest.raises(ValueError, match="'odd' is none of halfbyte.formats.*FILE.py:NAME"):
-        spell_recipe(dataclasses.replace(made, fprop_x=hb.OperandPolicy(odd)))
+        recipe_to_text(dataclasses.replace(made, fprop_x=hb.OperandPolicy(odd)))
 
 
 def test_errors_name_the_way_out(mine):
@@ -89,16 +91,16 @@ def test_errors_name_the_way_out(mine):
 
 def test_packages_offer_recipes_and_policies_by_entry_points(monkeypatch, mine):
     points = [
-        importlib.metadata.EntryPoint("theirs", "halfbyte.recipe:bf16_like", "halfbyte.recipes"),
-        importlib.metadata.EntryPoint("their_layers", "halfbyte.recipe:Policy", "halfbyte.policies"),
+        importlib.metadata.EntryPoint("theirs", "halfbyte.recipes:bf16_like", "halfbyte.recipes"),
+        importlib.metadata.EntryPoint("their_layers", "halfbyte.recipes:Policy", "halfbyte.policies"),
     ]
     made = dataclasses.replace(hb.recipe("nvfp4"), dgrad_dy=hb.OperandPolicy())  # with the preset's name
     values = {"theirs": made, "their_layers": hb.Policy("their layers", (hb.Rule("*", made),))}
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: values[self.name])
     asked = []
     find = lambda: asked.append(1) or importlib.metadata.EntryPoints(points)  # noqa: E731
-    monkeypatch.setattr(own, "entry_points", find)
-    monkeypatch.setattr(own, "_offered", functools.cache(own._offered.__wrapped__))
+    monkeypatch.setattr(user_recipes, "entry_points", find)
+    monkeypatch.setattr(user_recipes, "_entry_points", functools.cache(user_recipes._entry_points.__wrapped__))
     assert recipe("theirs") == dataclasses.replace(made, name="theirs") != recipe("nvfp4")
     assert recipe(recipe("theirs").name) == recipe("theirs")
     assert policy("their_layers", "nvfp4") == values["their_layers"]
@@ -108,7 +110,7 @@ def test_packages_offer_recipes_and_policies_by_entry_points(monkeypatch, mine):
 def test_what_earlier_versions_had_is_one_sentence():
     with pytest.raises(ValueError, match="recipe averis was removed; nvfp4_no_rht is the nearest"):
         recipe("averis")
-    values = json.loads(spell_recipe(dataclasses.replace(recipe("nvfp4"), name="mine")))
+    values = json.loads(recipe_to_text(dataclasses.replace(recipe("nvfp4"), name="mine")))
     assert recipe(json.dumps(values | {"mean": False})).name == "mine"
     with pytest.raises(ValueError, match="recipe mine: mean=true was removed"):
         recipe(json.dumps(values | {"mean": True}))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from halfbyte.formats import random_bytes
-from halfbyte.formats.noise import hash_words
-from halfbyte.recipe import ROLES, layer_key, role_key, site_key, step_key
+from halfbyte.formats.random_bits import counter_hash
+from halfbyte.recipes import ROLES, layer_key, role_key, site_key, step_key
 
 SHAPE = (1024, 256)  # [tokens, features]
 COUNT = math.prod(SHAPE)
@@ -130,5 +130,5 @@ def test_streams_of_keys_made_by_hand_are_uncorrelated():
 def test_unmixed_words_of_neighbouring_keys_would_correlate():
     """Why `key_words` mixes: the hash adds the second word late. Were it not so, the mixing could go."""
     number = jnp.arange(2**16, dtype=jnp.uint32)
-    a, b = (np.asarray(hash_words(number, jnp.uint32(0), jnp.uint32(k))).astype(np.int64) for k in (0, 1))
+    a, b = (np.asarray(counter_hash(number, jnp.uint32(0), jnp.uint32(k))).astype(np.int64) for k in (0, 1))
     assert correlation(a & 0xFF, b & 0xFF) > 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfbyte.recipe import policy, read_policy, recipe
+from halfbyte.recipes import policy, read_policy_text, recipe
 
 PATHS = [f"layers/attention/{n}" for n in "qkvo"] + [f"layers/mlp/{n}" for n in ("gate", "up", "down")] + ["head"]
 NVFP4, BF16, MXFP8 = recipe("nvfp4"), recipe("bf16"), recipe("mxfp8")
@@ -12,7 +12,7 @@ def quantized(text, layers=8, default=NVFP4):
     """{(path, layer): recipe name} of what leaves bf16."""
     resolved = policy(text, default).resolve(PATHS, layers)
     sites = [(path, layer) for path in PATHS[:-1] for layer in range(layers)]
-    return {site: resolved.at(*site).name for site in sites if resolved.at(*site).quantized}
+    return {site: resolved.recipe_at(*site).name for site in sites if resolved.recipe_at(*site).quantized}
 
 
 def test_the_last_rule_that_matches_decides():
@@ -46,17 +46,17 @@ def test_blends_are_recipes():
 
 def test_a_backward_pass_alone_has_nothing_to_quantize_once_more():
     whole, backward_only = recipe("quartet2"), recipe("quartet2+bf16_forward")
-    assert {whole.dgrad_w.source, whole.wgrad_x.source} == {"forward"}
+    assert {whole.dgrad_w.source, whole.wgrad_x.source} == {"requantize_forward"}
     assert {backward_only.dgrad_w.source, backward_only.wgrad_x.source} == {"as_is"}
     assert backward_only.dgrad_dy == whole.dgrad_dy and not backward_only.fprop_x.format.quantized
-    assert recipe("quartet2+nvfp4_forward").wgrad_x.source == "forward"
+    assert recipe("quartet2+nvfp4_forward").wgrad_x.source == "requantize_forward"
 
 
 def test_a_file_may_have_comments(tmp_path):
     file = tmp_path / "policy.txt"
     file.write_text("all_linear   # everything\n\n# but\nlayers[-4:]=bf16;\n")
-    assert read_policy(f"@{file}") == "all_linear; layers[-4:]=bf16"
-    assert read_policy("mlp") == "mlp"
+    assert read_policy_text(f"@{file}") == "all_linear; layers[-4:]=bf16"
+    assert read_policy_text("mlp") == "mlp"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_file_may_have_comments(tmp_path):
 )
 def test_what_cannot_be_read_is_said(text, message):
     with pytest.raises(ValueError, match=message):
-        policy(read_policy(text), NVFP4)
+        policy(read_policy_text(text), NVFP4)
 
 
 def test_a_rule_that_decides_nothing_is_refused():

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from halfbyte.data.files import sha256_of
+from halfbyte.data.text_files import sha256_of
+from halfbyte.io import dataclass_json
 from halfbyte.models import LlamaConfig
-from halfbyte.parity.arms import standard_arms
-from halfbyte.parity.cells import run_directory
-from halfbyte.parity.margin import Margin
-from halfbyte.parity.plan import Plan, settle
-from halfbyte.train import LogConfig, TrainConfig, ValidationConfig, jsonconfig
-from halfbyte.train.identity import Identity, new_name, save_identity, versions
+from halfbyte.study.arms import standard_arms
+from halfbyte.study.equivalence_test import EquivalenceMargin
+from halfbyte.study.study_plan import StudyPlan, write_or_check_plan
+from halfbyte.study.study_runs import cell_directory
+from halfbyte.train import LogConfig, TrainConfig, ValidationConfig
+from halfbyte.train.run_identity import RunIdentity, new_run_id, save_identity, software_versions
 
 SPEC = importlib.util.spec_from_file_location(
     "parity_error_rate", Path(__file__).parents[2] / "benchmarks" / "parity_error_rate.py"
@@ -46,16 +47,16 @@ def plan_of(seeds=3, margin="0.5%", candidates=("nvfp4", "mxfp4"), base=BASE, lo
         (float(margin[:-1]), True) if margin.endswith("%") else (float(margin.removesuffix("nats")), False)
     )
     arms = tuple(standard_arms("bf16", list(candidates)))
-    return Plan(base, arms, tuple(range(seeds)), Margin(value, relative), command="halfbyte parity <tiny> & co",
-                looks=looks)  # fmt: skip
+    command = "halfbyte parity <tiny> & co"
+    return StudyPlan(base, arms, tuple(range(seeds)), EquivalenceMargin(value, relative), command=command, looks=looks)
 
 
 def fake_parity(folder, plan=None, *, gaps=GAPS, noise=0.0005, skip=(), diverged=()):
     """Settle `plan` in `folder` and write every run but those in `skip`; (arm, seed) in `diverged` stop half way."""
-    plan = settle(folder, plan or plan_of())
+    plan = write_or_check_plan(folder, plan or plan_of())
     for arm, seed in plan.jobs():
         if (arm.name, seed) not in skip:
-            fake_run(run_directory(folder, arm, seed), plan, arm, seed, gap=gaps[arm.name], noise=noise,
+            fake_run(cell_directory(folder, arm, seed), plan, arm, seed, gap=gaps[arm.name], noise=noise,
                      diverged=(arm.name, seed) in diverged)  # fmt: skip
     return plan
 
@@ -83,13 +84,13 @@ def fake_run(folder, plan, arm, seed, *, gap, noise, diverged):
             (folder / "diverged.json").write_text(json.dumps({"step": step, "error": "loss nan"}))
             break
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    jsonconfig.save(config, folder / "config.json")
+    dataclass_json.save_config(config, folder / "config.json")
     sealed = {"config.json": sha256_of(folder / "config.json")}
-    save_identity(folder, Identity(new_name(), "synthetic", sealed, versions()))
+    save_identity(folder, RunIdentity(new_run_id(), "synthetic", sealed, software_versions()))
     kinds = ("fprop", "dgrad", "wgrad")
     how = "plain" if config.recipe == "bf16" else "emulated"
     gemm = {"left": f"{config.recipe} 1d rne", "right": "x", "bits": 4, "runs_in": "bf16", "execution": how}
-    site = {"path": "layers/mlp/down", "layers": [0, 2], "recipe": config.recipe, "backend": "carrier"}
+    site = {"path": "layers/mlp/down", "layers": [0, 2], "recipe": config.recipe, "backend": "emulated"}
     sites = [{**site, "gemms": dict.fromkeys(kinds, gemm)}]
     (folder / "manifest.json").write_text(json.dumps({"device": "cpu", "share_4bit": 0.5, "sites": sites}))
     if config.recipe != "bf16":

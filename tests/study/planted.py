@@ -4,13 +4,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from halfbyte.parity.analysis import analyse
-from halfbyte.parity.arms import standard_arms
-from halfbyte.parity.margin import Margin
-from halfbyte.parity.plan import Plan
-from halfbyte.playbook import STAGES, Records
+from halfbyte.study import STAGES, StageRecords
+from halfbyte.study.analysis import analyse_study
+from halfbyte.study.arms import standard_arms
+from halfbyte.study.equivalence_test import EquivalenceMargin
+from halfbyte.study.study_plan import StudyPlan
 
-SPEC = importlib.util.spec_from_file_location("parity_fakes", Path(__file__).parents[1] / "parity" / "fakes.py")
+SPEC = importlib.util.spec_from_file_location("parity_fakes", Path(__file__).parents[1] / "study" / "fakes.py")
 fakes = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = fakes
 SPEC.loader.exec_module(fakes)
@@ -23,15 +23,15 @@ COSTS = {"step_s": 1.0, "first_s": 60.0, "again_s": 10.0}
 
 def study(folder, *, gaps=HEALTHY, seeds=3, noise=0.0005, done=None):
     """`done`: how many of its runs there was time for."""
-    plan = Plan(fakes.BASE, tuple(standard_arms("fp8", ["nvfp4", "nvfp4_no_rht"])), tuple(range(seeds)),
-                Margin(0.5, True))  # fmt: skip
+    plan = StudyPlan(fakes.BASE, tuple(standard_arms("fp8", ["nvfp4", "nvfp4_no_rht"])), tuple(range(seeds)),
+                EquivalenceMargin(0.5, True))  # fmt: skip
     skip = [] if done is None else [(arm.name, seed) for arm, seed in plan.jobs()[done:]]
-    return analyse(fakes.fake_parity(folder, plan, gaps=gaps, noise=noise, skip=skip), folder)
+    return analyse_study(fakes.fake_parity(folder, plan, gaps=gaps, noise=noise, skip=skip), folder)
 
 
 def records(folder, *, found=None, wait=0.0, execution="native", rates=(100.0, 140.0, 150.0), passed=True, seconds=1.0):
     """A whole set; `found`: the study's data, None for a budget that had no room for one."""
-    made = Records(folder / "records")
+    made = StageRecords(folder / "records")
     made.put("settings", data={"model": "tiny"})
     checks = [{"name": "nvfp4", "passed": passed}]
     row = {"execution": [execution], "share_4bit": 0.5, "memory_gib": 1.0, "remarks": []}

@@ -8,9 +8,9 @@ import pytest
 from fakes import BASE, fake_parity
 
 from halfbyte.cli.main import main
-from halfbyte.optim import OptimizerConfig
-from halfbyte.parity import runner
-from halfbyte.train import CheckpointConfig, Diverged, jsonconfig
+from halfbyte.io import dataclass_json
+from halfbyte.study import runner
+from halfbyte.train import CheckpointConfig, DivergedError, OptimizerConfig
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,7 +29,7 @@ def config_file(tmp_path_factory):
         checkpoint=CheckpointConfig(every=2),
     )
     path = tmp_path_factory.mktemp("config") / "tiny.json"
-    jsonconfig.save(small, path)
+    dataclass_json.save_config(small, path)
     return path
 
 
@@ -63,7 +63,7 @@ def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd, one_cache):
     def diverging(config, folder, **options):
         result = real(config, folder, **options)
         if "control" in str(folder):
-            raise Diverged("step 6: loss nan")
+            raise DivergedError("step 6: loss nan")
         return result
 
     monkeypatch.setattr(runner, "train", diverging)

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import planted
 
-from halfbyte.playbook import CANNOT_TELL, DO_NOT, SWITCH, decide, points, write_page
+from halfbyte.study import CANNOT_TELL, DO_NOT, SWITCH, evidence_rows, make_decision, write_playbook_report
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def healthy(tmp_path_factory):
 
 def shown(records, folder):
     """The decision and the page's text."""
-    decision, html = write_page(records, folder)
+    decision, html = write_playbook_report(records, folder)
     return decision, html.read_text(encoding="utf-8")
 
 
@@ -46,20 +46,20 @@ def test_a_broken_recipe_is_not_and_the_radar_is_named(healthy, tmp_path):
     decision, page = shown(planted.records(tmp_path, found=found), tmp_path)
     assert decision.word == DO_NOT and "radar" in decision.sentence and "layer 1 mlp/down" in decision.sentence
     assert "RADAR ALARM" in page
-    verdicts = {point.what: point.verdict for point in points(planted.records(tmp_path / "again", found=found))}
+    verdicts = {point.what: point.verdict for point in evidence_rows(planted.records(tmp_path / "again", found=found))}
     assert verdicts["radar: alarms"] == "FAIL"
 
 
 def test_losses_beyond_the_margin_are_not_switched_to(tmp_path):
     gaps = {**planted.HEALTHY, "nvfp4": 0.1, "nvfp4_no_rht": 0.12}
-    decision = decide(planted.records(tmp_path, found=planted.study(tmp_path / "study", gaps=gaps)))
+    decision = make_decision(planted.records(tmp_path, found=planted.study(tmp_path / "study", gaps=gaps)))
     assert decision.word == DO_NOT and "stay with fp8" in decision.sentence and "5%" in decision.sentence
 
 
 @pytest.mark.slow
 def test_one_good_candidate_is_enough(tmp_path):
     gaps = {**planted.HEALTHY, "nvfp4_no_rht": 0.12}
-    decision = decide(planted.records(tmp_path, found=planted.study(tmp_path / "study", gaps=gaps)))
+    decision = make_decision(planted.records(tmp_path, found=planted.study(tmp_path / "study", gaps=gaps)))
     assert decision.sentence.startswith("SWITCH to nvfp4,") and "that pass" not in decision.sentence
 
 
@@ -104,13 +104,13 @@ def test_an_alarm_needs_no_whole_study(tmp_path):
     for arm in found["arms"]:
         for probe in arm["radar"]:
             probe["alarms"] = ["wgrad: gain 0.88"]
-    assert decide(planted.records(tmp_path, found=found)).word == DO_NOT
+    assert make_decision(planted.records(tmp_path, found=found)).word == DO_NOT
 
 
 @pytest.mark.slow
 def test_an_interval_across_the_margin_takes_more_seeds(tmp_path):
     found = planted.study(tmp_path / "study", noise=0.01)
-    decision = decide(planted.records(tmp_path, found=found))
+    decision = make_decision(planted.records(tmp_path, found=found))
     assert decision.word == CANNOT_TELL
     told = re.search(r"--seeds (\d+)|more than 64 seeds", decision.takes)
     assert told and (told[1] is None or int(told[1]) > 3)
@@ -122,21 +122,21 @@ def test_a_stalling_input_is_not_the_recipes_speed(healthy, tmp_path):
     decision, page = shown(planted.records(tmp_path, found=healthy, wait=0.4, rates=(100.0, 90.0, 90.0)), tmp_path)
     assert decision.word == SWITCH and "not the recipe's" in decision.speed and "40%" in decision.speed
     assert "not the recipe&#x27;s" in page
-    verdicts = {point.what: point.verdict for point in points(planted.records(tmp_path / "again", wait=0.4))}
+    verdicts = {point.what: point.verdict for point in evidence_rows(planted.records(tmp_path / "again", wait=0.4))}
     assert verdicts["input wait, of a step"] == "FAIL"
 
 
 def test_what_is_as_good_and_no_faster_on_its_own_units_is_no_reason_to_switch(healthy, tmp_path):
-    decision = decide(planted.records(tmp_path, found=healthy, rates=(100.0, 99.0, 98.0)))
+    decision = make_decision(planted.records(tmp_path, found=healthy, rates=(100.0, 99.0, 98.0)))
     assert decision.word == DO_NOT and "no faster" in decision.sentence
     emulated = planted.records(tmp_path / "e", found=healthy, rates=(100.0, 99.0, 98.0), execution="emulated")
-    assert decide(emulated).word == SWITCH and "says nothing" in decide(emulated).speed
+    assert make_decision(emulated).word == SWITCH and "says nothing" in make_decision(emulated).speed
 
 
 @pytest.mark.slow
 def test_of_those_that_are_as_good_a_faster_one_is_switched_to(healthy, tmp_path):
     """Not the one whose interval ends lowest, which is no faster."""
-    decision = decide(planted.records(tmp_path, found=healthy, rates=(100.0, 99.0, 130.0)))
+    decision = make_decision(planted.records(tmp_path, found=healthy, rates=(100.0, 99.0, 130.0)))
     assert decision.sentence.startswith("SWITCH to nvfp4_no_rht,") and "that pass" not in decision.sentence
     assert decision.sentence.endswith("As good, and no faster here: nvfp4 0.99x.")
 
@@ -145,28 +145,28 @@ def test_a_loss_that_is_lower_by_more_than_the_margin_is_a_reason_to_switch(tmp_
     """It is not equal, so parity calls it FAIL."""
     found = planted.study(tmp_path / "study", gaps={**planted.HEALTHY, "nvfp4": -0.1, "nvfp4_no_rht": 0.12})
     slower = planted.records(tmp_path, found=found, rates=(100.0, 90.0, 90.0))
-    decision = decide(slower)
+    decision = make_decision(slower)
     assert (
         decision.sentence.startswith("SWITCH to nvfp4,")
         and "lower than fp8's by more than 0.5%: -3." in decision.sentence
     )
     assert "95% interval over 3 seeds" in decision.sentence
-    verdicts = {point.what: point.verdict for point in points(slower)}
+    verdicts = {point.what: point.verdict for point in evidence_rows(slower)}
     assert verdicts["gap to the baseline, % [90% over seeds]"] == "nvfp4 BETTER, nvfp4_no_rht FAIL"
     found["controls"]["sensitive"] = None  # nothing shows that this study sees a broken one
-    assert decide(planted.records(tmp_path / "blind", found=found)).word == CANNOT_TELL
+    assert make_decision(planted.records(tmp_path / "blind", found=found)).word == CANNOT_TELL
 
 
 @pytest.mark.slow
 def test_a_loss_beyond_the_margin_keeps_its_error_rate_beside_an_alarm(tmp_path):
     found = planted.study(tmp_path / "study", gaps={**planted.HEALTHY, "nvfp4": 0.1})
     next(arm for arm in found["arms"] if arm["name"] == "nvfp4_no_rht")["radar"][0]["alarms"] = ["wgrad: gain 0.88"]
-    decision = decide(planted.records(tmp_path, found=found))
+    decision = make_decision(planted.records(tmp_path, found=found))
     assert decision.word == DO_NOT and "at most 5%" in decision.sentence and "no matter of chance" in decision.sentence
 
 
 def test_a_machine_that_fails_its_self_test_decides_nothing(healthy, tmp_path):
-    assert decide(planted.records(tmp_path, found=healthy, passed=False)).word == CANNOT_TELL
+    assert make_decision(planted.records(tmp_path, found=healthy, passed=False)).word == CANNOT_TELL
 
 
 def test_every_section_is_there_or_said_to_be_missing(tmp_path):

@@ -7,14 +7,14 @@ import pytest
 from fakes import fake_parity, plan_of, rate
 
 from halfbyte.cli.main import main
-from halfbyte.cli.study import show
-from halfbyte.parity import runner
-from halfbyte.parity.analysis import analyse
-from halfbyte.parity.between import ranking
-from halfbyte.parity.plan import load_plan
-from halfbyte.parity.report import rank_rows, write_report
-from halfbyte.parity.statistics import over_seeds
-from halfbyte.recipe import recipe_names
+from halfbyte.cli.study_flags import print_study_table
+from halfbyte.recipes import recipe_names
+from halfbyte.study import runner
+from halfbyte.study.analysis import analyse_study
+from halfbyte.study.control_arms import pairwise_comparison, ranking, shifted_twin
+from halfbyte.study.equivalence_test import SIGNIFICANCE_LEVEL, EquivalenceMargin, paired_t_interval
+from halfbyte.study.study_plan import load_plan
+from halfbyte.study.study_report import rank_rows, write_report
 
 NAMES = ("nvfp4", "mxfp4", "fp8", "mxfp8")
 PUT_IN = {"bf16": 0.0, "nvfp4": 0.02, "mxfp4": 0.06, "fp8": 0.002, "mxfp8": 0.004, "bf16-twin": 0.001,
@@ -22,12 +22,12 @@ PUT_IN = {"bf16": 0.0, "nvfp4": 0.02, "mxfp4": 0.06, "fp8": 0.002, "mxfp8": 0.00
 
 
 def test_the_order_its_intervals_and_the_places_that_are_known(tmp_path):
-    data = analyse(fake_parity(tmp_path, plan_of(candidates=NAMES), gaps=PUT_IN, noise=2e-5), tmp_path)
+    data = analyse_study(fake_parity(tmp_path, plan_of(candidates=NAMES), gaps=PUT_IN, noise=2e-5), tmp_path)
     found = {row["arm"]: row for row in data["ranking"]}
     assert list(found) == ["fp8", "mxfp8", "nvfp4", "mxfp4"]
     assert [row["places"] for row in found.values()] == [[1, 1], [2, 2], [3, 3], [4, 4]]
     gaps = list(data["arms"][1]["gaps"].values())
-    assert found["nvfp4"]["high"] == pytest.approx(over_seeds(gaps, 1 - 0.1 / 4).high)
+    assert found["nvfp4"]["high"] == pytest.approx(paired_t_interval(gaps, 1 - 0.1 / 4).high)
 
 
 def test_places_that_noise_leaves_open_and_single_runs():
@@ -47,11 +47,11 @@ def test_places_that_noise_leaves_open_and_single_runs():
 @pytest.mark.parametrize("names, ranked", [(NAMES[:1], ["nvfp4"]), (NAMES[:2], ["nvfp4", "mxfp4"])])
 def test_one_or_two_recipes_are_ranked_on_the_page(tmp_path, capsys, names, ranked):
     plan = fake_parity(tmp_path, plan_of(candidates=names, seeds=2), gaps=PUT_IN)
-    data = analyse(plan, tmp_path)
+    data = analyse_study(plan, tmp_path)
     text = write_report(plan, tmp_path, data)["html"].read_text()
     assert ">Ranking<" in text and [row[1] for row in rank_rows(data)] == ranked
     assert {row[3] for row in rank_rows(data)} == {"not known over 2"}
-    show(data)
+    print_study_table(data)
     assert ("its place may be" in capsys.readouterr().out) == (len(names) > 1)  # one alone is in the table above
 
 
@@ -111,3 +111,26 @@ def test_the_field_is_every_preset_that_the_model_allows(tmp_path, monkeypatch, 
 def test_bad_input_exits_2(tmp_path, capfd, flags, message):
     assert main(["league", "--recipes", "nvfp4", "--steps", "6", "--out", str(tmp_path / "l"), *flags]) == 2
     assert message in " ".join(capfd.readouterr().err.split()) and not (tmp_path / "l").exists()
+
+
+def test_pairs_of_a_league_share_the_significance_level():
+    """Four recipes are six pairs: a pair that differs at 5% alone, and not at 5% / 6, leaves its order open."""
+    gaps = {"nvfp4": {0: 0.00, 1: 0.02, 2: 0.01}, "fp8": {0: 0.10, 1: 0.13, 2: 0.07}, "mxfp4": {}, "mxfp8": {}}
+    pair = [gaps["nvfp4"][seed] - gaps["fp8"][seed] for seed in range(3)]
+    high = {pairs: paired_t_interval(pair, 1 - 2 * SIGNIFICANCE_LEVEL / pairs).high for pairs in (1, 3, 6)}
+    assert high[1] < high[3] < 0 < high[6]
+    places = {row["arm"]: row["places"] for row in ranking(gaps, of=4, costs={})}
+    assert places == {"nvfp4": [1, 2], "fp8": [1, 2]}
+    assert [row["places"] for row in ranking(gaps, of=2, costs={})] == [[1, 1], [2, 2]]
+
+
+def test_comparisons_with_the_first_share_the_significance_level():
+    gaps = {"nvfp4": {0: 0.00, 1: 0.02, 2: 0.01}, "fp8": {0: 0.10, 1: 0.16, 2: 0.07}, "mxfp4": {0: 1.0}}
+    (line,) = pairwise_comparison(["nvfp4", "fp8"], gaps, "%")
+    assert "+0.100%, 90% interval over 3 seeds" in line and line.endswith(": told apart")
+    line = pairwise_comparison(["nvfp4", "fp8", "mxfp4"], gaps, "%")[0]
+    assert "95% interval over 3 seeds" in line
+
+
+def test_shifted_twin_has_gaps_of_twice_the_margin():
+    assert shifted_twin({3: 0.1, 5: -0.2}, EquivalenceMargin(0.5, relative=True)) == {3: 1.1, 5: 0.8}

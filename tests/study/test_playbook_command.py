@@ -15,20 +15,19 @@ import jax
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation_diagnosis"))
 import defects
 import planted
 
-from halfbyte.bench import Measured
 from halfbyte.checkpoint import RunLock
-from halfbyte.cli import bench, doctor, inspect, parity, plan, stages
+from halfbyte.cli import bench, doctor, inspect, parity, plan, playbook_stages
 from halfbyte.cli import playbook as playbook_command
+from halfbyte.cli.console import CommandResult
 from halfbyte.cli.main import main
-from halfbyte.cli.result import Result
-from halfbyte.optim import OptimizerConfig
-from halfbyte.parity import runner
-from halfbyte.playbook import STAGES, Records
-from halfbyte.train import CheckpointConfig, jsonconfig, loop
+from halfbyte.io import dataclass_json
+from halfbyte.plan.step_timing import StepMeasurement
+from halfbyte.study import STAGES, StageRecords, runner
+from halfbyte.train import CheckpointConfig, OptimizerConfig, loop
 
 # What was asked for by number is run, whatever the budget; nothing else fits.
 FLAGS = (
@@ -63,7 +62,7 @@ def config_file(tmp_path_factory):
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1, schedule="constant"),  # of any length, one program
     )  # fmt: skip
     path = tmp_path_factory.mktemp("config") / "tiny.json"
-    jsonconfig.save(small, path)
+    dataclass_json.save_config(small, path)
     return path
 
 
@@ -81,9 +80,9 @@ def kept(out):
 
 def measured(args):
     """What `bench` gives."""
-    rows = [Measured(name, args.policy, args.remat, "carrier", 8, 20.0 + at, tokens_per_s=500.0, tflops=0.01,
+    rows = [StepMeasurement(name, args.policy, args.remat, "emulated", 8, 20.0 + at, tokens_per_s=500.0, tflops=0.01,
                      needed_gib=0.1, compile_s=2.0) for at, name in enumerate(args.recipes.split(","))]  # fmt: skip
-    return Result({"rows": [dataclasses.asdict(row) for row in rows], **bench.versions()})
+    return CommandResult({"rows": [dataclasses.asdict(row) for row in rows], **bench.bench_versions()})
 
 
 def late(real):
@@ -109,13 +108,13 @@ def stopped_everywhere(config_file, tmp_path_factory):
 
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as always, defects.gain_088():
-        always.setattr(stages, "BEFORE", 1e9)  # of a second
-        always.setattr(inspect, "run", lambda args: Result(NOISE))
+        always.setattr(playbook_stages, "PRE_STUDY_FRACTION", 1e9)  # of a second
+        always.setattr(inspect, "run", lambda args: CommandResult(NOISE))
         always.setattr(bench, "run", measured)
-        always.setattr(doctor, "run", lambda args: Result({"passed": True, "checks": []}))
+        always.setattr(doctor, "run", lambda args: CommandResult({"passed": True, "checks": []}))
         for stage in STAGES:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(stages.Playbook, stage, interrupted)
+                patch.setattr(playbook_stages.Playbook, stage, interrupted)
                 assert playbook(config_file, out) == 75, stage
             now = kept(out)
             assert (out / "playbook.html").is_file() and len(now) == STAGES.index(
@@ -124,7 +123,7 @@ def stopped_everywhere(config_file, tmp_path_factory):
             assert {name: now[name] for name in seen} == seen  # what is written stays
             seen = {name: now[name] for name in list(now)[:-1]}
             if stage == "parity":
-                always.setattr(loop, "to_mesh", late(loop.to_mesh))
+                always.setattr(loop, "make_global_batch", late(loop.make_global_batch))
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(runner, "train", once)
                     assert playbook(config_file, out) == 75
@@ -152,7 +151,7 @@ def test_stopped_at_every_stage_it_goes_on_and_gives_one_page(stopped_everywhere
 
 @pytest.mark.slow
 def test_its_figures_are_those_of_the_commands_that_it_names(stopped_everywhere, capfd):
-    out, records = stopped_everywhere, Records(stopped_everywhere / "records")
+    out, records = stopped_everywhere, StageRecords(stopped_everywhere / "records")
     again = {}
     for stage in ("parity", "compare"):
         capfd.readouterr()
@@ -185,7 +184,7 @@ def test_killed_in_its_short_run_it_goes_on(config_file, tmp_path, monkeypatch):
     before = kept(out)
     assert list(before) == ["00-settings.json", "01-doctor.json", "02-preflight.json"] and trace.is_dir()
     (trace / "half").write_text("of the start that was killed")
-    monkeypatch.setattr(stages.Playbook, "inspect", interrupted)
+    monkeypatch.setattr(playbook_stages.Playbook, "inspect", interrupted)
     assert playbook(config_file, out) == 75
     after = kept(out)
     assert {name: after[name] for name in before} == before and not (trace / "half").exists()
@@ -194,7 +193,7 @@ def test_killed_in_its_short_run_it_goes_on(config_file, tmp_path, monkeypatch):
 
 def work_in(folder, config_file, **flags):
     """A playbook of which nothing was run."""
-    return stages.Playbook(playbook_command.Args(model=str(config_file), out=str(folder), **flags))
+    return playbook_stages.Playbook(playbook_command.Args(model=str(config_file), out=str(folder), **flags))
 
 
 def put(work, **results):
@@ -217,28 +216,32 @@ HALF = {"complete": False, "runs": {"done": 7, "planned": 15}}
 def test_a_study_of_the_budgets_size_ends_with_it(config_file, tmp_path, monkeypatch, flags, within):
     """What was asked for by number, or is shared with other hosts, is not cut off: the same command goes on."""
     asked = []
-    monkeypatch.setattr(parity, "run", lambda args: asked.append(args) or Result(HALF))
+    monkeypatch.setattr(parity, "run", lambda args: asked.append(args) or CommandResult(HALF))
     work = work_in(tmp_path, config_file, **flags)
-    put(work, plan={"seeds": 3, "steps": 30, "before_s": (1 - stages.RESERVE) * 1800 - 300.2})
+    put(work, plan={"seeds": 3, "steps": 30, "before_s": (1 - playbook_stages.RESERVE) * 1800 - 300.2})
     if within:
         command, data = work.parity()
         assert data == HALF | {"ended_by": 1800} and f"--within {within}" in command
     else:
-        with pytest.raises(stages.Stopped):
+        with pytest.raises(playbook_stages.StageInterruptedError):
             work.parity()
     assert [(args.within, args.host) for args in asked] == [(within, flags.get("host", ""))]
 
 
 def test_all_starts_count_and_a_larger_budget_opens_a_cut_study(config_file, tmp_path, monkeypatch):
     work = work_in(tmp_path, config_file, budget="10m")
-    monkeypatch.setattr(stages, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # each start: 1 s
+    monkeypatch.setattr(
+        playbook_stages, "time", SimpleNamespace(perf_counter=itertools.count().__next__)
+    )  # each start: 1 s
     put(work, plan={"seeds": 3, "steps": 30, "before_s": 100.0})
     work.records.put("parity", seconds=40.0)
-    monkeypatch.setattr(stages.Playbook, "parity", interrupted)
+    monkeypatch.setattr(playbook_stages.Playbook, "parity", interrupted)
     with pytest.raises(KeyboardInterrupt):
         work.run_stage("parity")
     assert work.records.seconds("parity") == 41 and not work.records.is_over("parity", 600)
-    monkeypatch.setattr(stages.Playbook, "parity", lambda work: ("halfbyte parity", HALF | {"ended_by": 600.0}))
+    monkeypatch.setattr(
+        playbook_stages.Playbook, "parity", lambda work: ("halfbyte parity", HALF | {"ended_by": 600.0})
+    )
     work.run_stage("parity")
     assert work.records.seconds("parity") == 42 and work.records.data("parity") == HALF
     work.records.put("eval", seconds=1.0, missing="no tasks")
@@ -264,7 +267,7 @@ def test_a_larger_budget_plans_a_study_that_had_no_time(config_file, tmp_path):
 
 @pytest.mark.slow
 def test_two_starts_at_once_are_one_and_a_report_is_made_beside_it(config_file, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(stages.Playbook, "doctor", interrupted)
+    monkeypatch.setattr(playbook_stages.Playbook, "doctor", interrupted)
     assert playbook(config_file, tmp_path / "p") == 75  # leaves nobody's lock
     with RunLock(tmp_path / "p"):
         assert playbook(config_file, tmp_path / "p") == 2
@@ -283,7 +286,7 @@ def test_the_commands_that_it_names_have_its_data_and_batch(config_file, tmp_pat
 
 def test_the_cluster_is_planned_with_the_candidates_policy(config_file, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(plan, "run", lambda args: asked.append(args) or Result({}))
+    monkeypatch.setattr(plan, "run", lambda args: asked.append(args) or CommandResult({}))
     work = work_in(tmp_path, config_file, candidates="nvfp4@all_linear", device="gb300", count=8)
     command, _ = work.cluster()
     assert asked[0].policy == "all_linear" and "--policy all_linear" in command
@@ -304,7 +307,7 @@ def test_the_plan_counts_the_arms_that_will_run(config_file, tmp_path, controls,
 ])  # fmt: skip
 def test_seeds_come_first_then_steps_then_more_seeds(config_file, tmp_path, flags, left, seeds, steps, ends):
     """Five arms at 18 s a run and 0.1 s a step, of 60 steps at most; `ends`: not even one run has time."""
-    budget = (left + 40.01) / (1 - stages.RESERVE)  # 40 s: what bench and the short run took
+    budget = (left + 40.01) / (1 - playbook_stages.RESERVE)  # 40 s: what bench and the short run took
     work = work_in(tmp_path, config_file, budget=f"{budget:.3f}s", **flags)
     put(work, **MEASURED)
     work.run_stage("plan")
@@ -362,7 +365,7 @@ def test_a_time_without_a_unit_is_refused_before_anything_is_written(config_file
 
 
 def test_another_question_in_the_same_directory_is_refused(config_file, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(stages.Playbook, "doctor", interrupted)
+    monkeypatch.setattr(playbook_stages.Playbook, "doctor", interrupted)
     assert playbook(config_file, tmp_path / "p") == 75
     assert playbook(config_file, tmp_path / "p", "--margin", "1%") == 2
     assert "was begun with margin" in " ".join(capfd.readouterr().err.split())

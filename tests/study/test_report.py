@@ -8,9 +8,9 @@ import subprocess
 import pytest
 from fakes import GAPS, fake_parity
 
-from halfbyte.cli.study import show
-from halfbyte.parity.analysis import analyse
-from halfbyte.parity.report import write_report
+from halfbyte.cli.study_flags import print_study_table
+from halfbyte.study.analysis import analyse_study
+from halfbyte.study.study_report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -19,7 +19,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parity")
     plan = fake_parity(folder, skip={("mxfp4", 2)})
-    data = analyse(plan, folder)
+    data = analyse_study(plan, folder)
     return data, write_report(plan, folder, data)
 
 
@@ -51,7 +51,7 @@ def test_json_and_markdown_beside_it(report):
 
 
 def test_the_terminal_has_one_verdict_line_and_the_scope_under_it(report, capsys):
-    show(report[0])
+    print_study_table(report[0])
     lines = capsys.readouterr().out.splitlines()
     (at,) = [place for place, line in enumerate(lines) if line.startswith("VERDICT:")]
     assert lines[at + 1].startswith("Scope: ")

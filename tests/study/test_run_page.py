@@ -6,19 +6,19 @@ import subprocess
 import pytest
 from fakes import fake_parity
 
-from halfbyte.evaluation.curves import Curve
-from halfbyte.parity.run_page import load_figure, write_run_page
-from halfbyte.parity.runner import run_directory
-from halfbyte.train import jsonconfig
+from halfbyte.evaluation.loss_curves import MetricCurve
+from halfbyte.io import dataclass_json
+from halfbyte.study.run_report import load_figure, write_run_report
+from halfbyte.study.study_runs import cell_directory
 
 
 @pytest.fixture
 def page(tmp_path):
     plan = fake_parity(tmp_path)
     arm = plan.arms[1]
-    folder = run_directory(tmp_path, arm, 0)
-    jsonconfig.save(arm.configure(plan.base, 0), folder / "config.json")
-    return write_run_page(folder, sample=("The <b>", " people\n& more"))
+    folder = cell_directory(tmp_path, arm, 0)
+    dataclass_json.save_config(arm.configure(plan.base, 0), folder / "config.json")
+    return write_run_report(folder, sample=("The <b>", " people\n& more"))
 
 
 def test_a_run_leaves_a_page(page):
@@ -35,8 +35,8 @@ def test_a_run_leaves_a_page(page):
 def test_the_load_of_experts_is_drawn():
     rows = tuple({"step": n, "loss": 3.0, "tokens": 64.0 * n} for n in range(1, 9))
     loaded = tuple(row | {"fullest_expert": 1.0 + row["step"] / 8, "emptiest_expert": 0.5} for row in rows)
-    assert not load_figure(Curve("dense", rows), [1.0] * 8, 1)
-    (drawn,) = load_figure(Curve("experts", loaded), [float(n) for n in range(8)], 1)
+    assert not load_figure(MetricCurve("dense", rows), [1.0] * 8, 1)
+    (drawn,) = load_figure(MetricCurve("experts", loaded), [float(n) for n in range(8)], 1)
     assert drawn.count("<path") + drawn.count("<polyline") >= 2 and "emptiest" in drawn
 
 

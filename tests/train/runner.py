@@ -5,9 +5,9 @@ from pathlib import Path
 
 from outside import Gate, Started, Warm, free_port
 
-from halfbyte.checkpoint import Checkpoints
-from halfbyte.metrics import read_rows
-from halfbyte.train import jsonconfig
+from halfbyte.checkpoint import CheckpointManager
+from halfbyte.io import dataclass_json
+from halfbyte.train import read_rows
 
 
 class Runner:
@@ -18,7 +18,7 @@ class Runner:
         self.environ: dict[str, str] = {}  # beside that of every process
         folder.mkdir(exist_ok=True)
         self.config_file = folder / "config-in.json"
-        jsonconfig.save(config, self.config_file)
+        dataclass_json.save_config(config, self.config_file)
         self.steps = config.steps
 
     def start(self, directory, *flags: str, process=0, processes=1, port=0, devices=1, gate: Gate | None = None):
@@ -60,7 +60,7 @@ def losses(directory: Path) -> list[float]:
 
 def final_checksums(directory: Path) -> dict:
     """Checksums of params, optimizer and progress in the newest checkpoint."""
-    store = Checkpoints(directory / "checkpoints")
+    store = CheckpointManager(directory / "checkpoints")
     record = store.record(store.steps()[-1])
     store.close()
     return json.loads(json.dumps(record.leaves))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tiny import MODEL, ONE_LINEAR, tiny
 
-from halfbyte.program import collectives, read
-from halfbyte.train import create_state, open_source, phases, run_mesh
-from halfbyte.train.source import to_mesh
-from halfbyte.train.step import gradients
+from halfbyte.hlo import find_collectives, parse_hlo
+from halfbyte.train import create_state, open_batch_source, phases, run_mesh
+from halfbyte.train.batch_source import make_global_batch
+from halfbyte.train.train_step import gradients
 
 pytestmark = pytest.mark.slow
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 def gradients_of(config, devices, **options):
     """(the program of a step's gradients, what it returned, the mesh)."""
     mesh = run_mesh(config, np.array(jax.devices("cpu")[:devices]))
-    params, rows = create_state(config, mesh).params, next(open_source(config).loader(mesh))
-    batch, resolved = to_mesh(rows, mesh, batch=config.batch), phases(config)[0].resolved(config)
+    params, rows = create_state(config, mesh).params, next(open_batch_source(config).loader(mesh))
+    batch, resolved = make_global_batch(rows, mesh, batch=config.batch), phases(config)[0].resolved(config)
     run = jax.jit(lambda p, b: gradients(config, resolved, mesh, p, b, key=jax.random.key(0), scale=jnp.float32(1.0)))
     program = run.lower(params, batch).compile(options or None)
     return program, program(params, batch), dict(mesh.shape)
@@ -34,9 +34,13 @@ def assert_same(found, alone, tolerance):
 def test_gradients_meet_over_data_once_a_step():
     config = tiny(recipe="bf16", accumulate=2, batch=16, mesh="data=2,fsdp=2,tensor=2")
     program, (found, sums), sizes = gradients_of(config, 8, xla_backend_optimization_level=1)  # says how loops turn
-    met = [each for each in collectives(read(program.as_text()), sizes) if "data" in each.axes and "f32" in each.dtypes]
+    met = [
+        each
+        for each in find_collectives(parse_hlo(program.as_text()), sizes)
+        if "data" in each.axes and "f32" in each.dtypes
+    ]
     parts = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(found))
-    assert parts <= sum(each.moved for each in met) <= parts + 64  # beside them the sums of metrics
+    assert parts <= sum(each.array_bytes for each in met) <= parts + 64  # beside them the sums of metrics
     assert_same((found, sums), gradients_of(dataclasses.replace(config, mesh=""), 1)[1], 2**-8)  # operands are bf16
 
 

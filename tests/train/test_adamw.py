@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.optim import OptimizerConfig, adamw, apply, clip_by_norm, global_norm
+from halfbyte.train import OptimizerConfig, adamw, apply_updates, clip_by_norm, global_norm
 
 
 def reference(params, grads, config, rate, mask):
@@ -32,7 +32,7 @@ def test_five_steps_with_a_decay_mask():
     @jax.jit
     def step(params, state, g):
         updates, state = tx.update(g, state, params)
-        return apply(params, updates, jnp.float32(0.01)), state
+        return apply_updates(params, updates, jnp.float32(0.01)), state
 
     for g in grads:
         params, state = step(params, state, {name: jnp.asarray(value, jnp.float32) for name, value in g.items()})

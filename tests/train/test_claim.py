@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 from tiny import tiny
 
-from halfbyte.checkpoint import LOCK, NAME, RunDirectoryHeld, RunLock, copying, objects, store
+from halfbyte.checkpoint import LOCK_FILE, NAME, RunDirectoryLockedError, RunLock, bucket_copy, object_store, store
 from halfbyte.cli.main import main
-from halfbyte.train import CheckpointConfig, claim, jsonconfig, train
-from halfbyte.train.claim import KEPT, Claim
-from halfbyte.train.identity import Identity, file_hash, save_identity
+from halfbyte.io import dataclass_json
+from halfbyte.train import CheckpointConfig, run_identity, train
 from halfbyte.train.loop import Loop
+from halfbyte.train.run_identity import RUN_MARKER_FILES, RunDirectoryClaim, RunIdentity, file_hash, save_identity
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -35,12 +35,12 @@ def test_a_loser_leaves_the_winner_alone(tmp_path, monkeypatch, capfd):
         (directory / "config.json").write_text("{}")
         return {}
 
-    monkeypatch.setattr("halfbyte.train.run.common_facts", appears)
-    jsonconfig.save(tiny(), tmp_path / "in.json")
+    monkeypatch.setattr("halfbyte.train.run.facts_equal_on_all_ranks", appears)
+    dataclass_json.save_config(tiny(), tmp_path / "in.json")
     assert main(["train", "--config", str(tmp_path / "in.json"), "--run-dir", str(directory)]) == 2
     assert str(directory) in capfd.readouterr().err
     assert (directory / "config.json").read_text() == "{}"
-    assert winner[0].holds()
+    assert winner[0].is_held()
     winner[0].close()
 
 
@@ -51,7 +51,7 @@ def test_of_many_starts_each_has_the_directory_alone(tmp_path):
 
     def start(directory: Path, name: str, chance: random.Random) -> None:
         try:
-            with Claim(directory):
+            with RunDirectoryClaim(directory):
                 (directory / "config.json").write_text(name)
                 threading.Event().wait(chance.random() / 500)
                 if (directory / "config.json").read_text() != name:
@@ -59,7 +59,7 @@ def test_of_many_starts_each_has_the_directory_alone(tmp_path):
                 if chance.random() < 0.5:
                     raise KeyError(name)
                 (directory / "metrics.jsonl").write_text(name)
-        except (RunDirectoryHeld, KeyError, ValueError):  # ValueError: a run of somebody else is there by now
+        except (RunDirectoryLockedError, KeyError, ValueError):  # ValueError: a run of somebody else is there by now
             pass
         except OSError as error:
             wrong.append(f"{name}: {error}")
@@ -85,14 +85,14 @@ def test_files_that_go_while_a_start_looks_at_them_are_not_there(tmp_path, monke
         path.unlink()
         return read(path)
 
-    read = claim.read_json
-    monkeypatch.setattr(claim, "read_json", goes)
-    with Claim(tmp_path):
-        assert os.listdir(tmp_path) == [LOCK]
+    read = run_identity.read_json
+    monkeypatch.setattr(run_identity, "read_json", goes)
+    with RunDirectoryClaim(tmp_path):
+        assert os.listdir(tmp_path) == [LOCK_FILE]
 
 
 def fail_in(directory: Path, *files: str) -> None:
-    with contextlib.suppress(KeyError), Claim(directory):
+    with contextlib.suppress(KeyError), RunDirectoryClaim(directory):
         (directory / "checkpoints").mkdir()
         for name in files:
             (directory / name).write_text("{}")
@@ -121,20 +121,20 @@ def test_error_removes_own_files_and_no_others(tmp_path):
     own += ["wandb/run-20261119_101010-ab12/files/x", "huggingface/config.json", "metrics.jsonl", "copy-name"]
     others = ["report.html", "evaluations.jsonl", "profile/trace", "wandb/run-1-cd34/x", "tensorboard/notes"]
     others += ["huggingface/model.safetensors", "huggingface/tokenizer.json", "damaged/2/d/0", "checkpoints/notes"]
-    with contextlib.suppress(KeyError), Claim(directory):
+    with contextlib.suppress(KeyError), RunDirectoryClaim(directory):
         for name in own + others:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text("" if name == "metrics.jsonl" else "theirs")
         (directory / "wandb_id").write_text("ab12")
         sealed = {f"huggingface/{name}": file_hash(directory / "huggingface" / name) for name in ("config.json",)}
         sealed["huggingface/tokenizer.json"] = "0" * 64  # replaced since
-        save_identity(directory, Identity("0123456789abcdef", "content", sealed))
+        save_identity(directory, RunIdentity("0123456789abcdef", "content", sealed))
         elsewhere.mkdir()
         (elsewhere / "events.out.tfevents.1.2.ab.halfbyte").write_text("theirs")
         raise KeyError
     assert sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()) == sorted(others)
     shutil.rmtree(directory)
-    with contextlib.suppress(KeyError), Claim(directory):
+    with contextlib.suppress(KeyError), RunDirectoryClaim(directory):
         (directory / "tensorboard").symlink_to(elsewhere)
         raise KeyError
     assert os.listdir(elsewhere) and os.listdir(directory) == ["tensorboard"]
@@ -153,20 +153,20 @@ def empty(directory: Path) -> None:
 @pytest.mark.parametrize("act", [replace, empty, shutil.rmtree])
 def test_a_directory_that_is_not_the_claimed_one_is_noticed(tmp_path, act):
     directory = tmp_path / "run"
-    with Claim(directory) as held:
-        for name in KEPT:
+    with RunDirectoryClaim(directory) as held:
+        for name in RUN_MARKER_FILES:
             (directory / name).write_text("{}")
-        held.check()
+        held.assert_still_held()
         act(directory)
         with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
-            held.check()
+            held.assert_still_held()
 
 
 def test_start_that_fails_leaves_its_prefix_to_the_next_run(tmp_path, monkeypatch, capfd):
     """It fails while the step compiles, after the prefix was claimed. The store is a directory."""
     spec = {"driver": "file", "path": f"{tmp_path}/bucket/"}
-    monkeypatch.setattr(objects, "spec_of", lambda url: spec)
-    jsonconfig.save(tiny(steps=2), tmp_path / "in.json")
+    monkeypatch.setattr(object_store, "spec_of", lambda url: spec)
+    dataclass_json.save_config(tiny(steps=2), tmp_path / "in.json")
     words = ["train", "--config", str(tmp_path / "in.json"), "--copy-to", "s3://bucket/run", "--no-sample", "--run-dir"]
 
     def fails(self):
@@ -181,7 +181,7 @@ def test_start_that_fails_leaves_its_prefix_to_the_next_run(tmp_path, monkeypatc
     assert main([*words, str(tmp_path / "second"), "--json"]) == 0
     copied = json.loads(capfd.readouterr().out.splitlines()[-1])["copy"]
     assert copied == {"url": "s3://bucket/run", "missing": [], "removed": []}
-    assert copying.fetch("s3://bucket/run", tmp_path / "to", step=None, say=print)["step"] == 2
+    assert bucket_copy.fetch("s3://bucket/run", tmp_path / "to", step=None, say=print)["step"] == 2
 
 
 @dataclass
@@ -210,8 +210,8 @@ def test_a_run_without_its_directory_ends_and_leaves_nothing_at_its_place(tmp_pa
         save(*args)
         written.extend(vandal.directory.rglob("*"))
 
-    save = store._to_the_end
-    monkeypatch.setattr(store, "_to_the_end", late)
+    save = store._write_and_wait
+    monkeypatch.setattr(store, "_write_and_wait", late)
     config = tiny(recipe="bf16", checkpoint=CheckpointConfig(every=2))
     with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
         train(config, vandal.directory, console=console, observers=[vandal])
@@ -223,30 +223,30 @@ def test_a_run_without_its_directory_ends_and_leaves_nothing_at_its_place(tmp_pa
 @pytest.mark.slow
 def test_a_run_without_its_directory_touches_nothing_of_the_next_run_there(tmp_path):
     """Which has its lock there before it has anything else."""
-    saves = store.Checkpoints(tmp_path / "run" / "checkpoints")
+    saves = store.CheckpointManager(tmp_path / "run" / "checkpoints")
     assert saves.save(2, {"params": {"w": jnp.ones(2)}}, extra={})
     saves.wait()
     (tmp_path / "run").rename(tmp_path / "moved")
     theirs = tmp_path / "run" / "checkpoints" / "2"
     theirs.mkdir(parents=True)
     with RunLock(tmp_path / "run"):
-        saves.abandon()
+        saves.discard_directory()
     assert theirs.is_dir()
 
 
 def test_abandoned_run_without_its_lock_file_keeps_its_checkpoints(tmp_path):
     """Somebody has removed `.lock` alone: the directory is still the one that was opened."""
-    saves = store.Checkpoints(tmp_path / "run" / "checkpoints")
+    saves = store.CheckpointManager(tmp_path / "run" / "checkpoints")
     for step in (2, 4):
         assert saves.save(step, {"params": {"w": jnp.ones(2)}}, extra={})
     saves.wait()
-    saves.abandon()
+    saves.discard_directory()
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "4"}
 
 
 def test_abandoned_run_keeps_a_backup_that_was_restored_to_its_place(tmp_path):
     """Same steps, committed, without a lock. What the run's own write has left unfinished there goes."""
-    saves = store.Checkpoints(tmp_path / "run" / "checkpoints")
+    saves = store.CheckpointManager(tmp_path / "run" / "checkpoints")
     assert saves.save(2, {"params": {"w": jnp.ones(2)}}, extra={})
     saves.wait()
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -254,5 +254,18 @@ def test_abandoned_run_keeps_a_backup_that_was_restored_to_its_place(tmp_path):
     unfinished = tmp_path / "run" / "checkpoints" / "2.orbax-checkpoint-tmp-1"
     unfinished.mkdir()
     before = {path for path in (tmp_path / "run").rglob("*") if path != unfinished}
-    saves.abandon()
+    saves.discard_directory()
     assert set((tmp_path / "run").rglob("*")) == before
+
+
+def test_abandoned_run_removes_the_unfinished_saves_of_its_last_two_steps(tmp_path):
+    """The newest save, and the one that it waited for, may have been created again under the path."""
+    saves = store.CheckpointManager(tmp_path / "run" / "checkpoints")
+    for step in (2, 4):
+        assert saves.save(step, {"params": {"w": jnp.ones(2)}}, extra={})
+    saves.wait()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    for step in (2, 4):
+        (tmp_path / "run" / "checkpoints" / f"{step}.orbax-checkpoint-tmp-1").mkdir(parents=True)
+    saves.discard_directory()
+    assert not list((tmp_path / "run").rglob("*.orbax-checkpoint-tmp-*"))

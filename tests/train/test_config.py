@@ -4,20 +4,19 @@ import dataclasses
 
 import pytest
 
-from halfbyte.cli.base_config import config_over
-from halfbyte.runs import names, run_config
-from halfbyte.train import jsonconfig
-from halfbyte.train.changed import ChangedRun
-from halfbyte.train.claim import check_run_directory
-from halfbyte.train.directory import look_at
+from halfbyte.cli.flag_parsing import config_from_file
+from halfbyte.io import dataclass_json
+from halfbyte.train.run_directory import examine_directory
+from halfbyte.train.run_identity import ChangedRun, check_run_directory
+from halfbyte.train.run_presets import run_config, run_names
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", run_names())
 def test_every_run_survives_json(name, tmp_path):
     config = run_config(name)
-    jsonconfig.save(config, tmp_path / "config.json")
-    assert config_over("", tmp_path / "config.json") == config
+    dataclass_json.save_config(config, tmp_path / "config.json")
+    assert config_from_file("", tmp_path / "config.json") == config
     assert config.model.name == name
 
 
@@ -40,7 +39,7 @@ def test_unknown_run_names_the_nearest():
 def test_bad_config_files(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=words):
-        config_over("", tmp_path / "config.json")
+        config_from_file("", tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_loss_scale_is_a_power_of_two():
 def test_differences_are_dotted():
     a = run_config("demo")
     b = dataclasses.replace(a, recipe="bf16", model=dataclasses.replace(a.model, layers=5))
-    found = jsonconfig.differences(jsonconfig.to_dict(a), jsonconfig.to_dict(b))
+    found = dataclass_json.field_differences(dataclass_json.to_dict(a), dataclass_json.to_dict(b))
     assert found == [("model.layers", 4, 5), ("recipe", "nvfp4", "bf16")]
 
 
@@ -84,11 +83,11 @@ def test_differences_are_dotted():
 def started(tmp_path):
     """look(config, allow) at the directory of a run of the demo -> (config, the lines that it says)."""
     config = run_config("demo")
-    jsonconfig.save(config, tmp_path / "config.json")
+    dataclass_json.save_config(config, tmp_path / "config.json")
 
     def look(changed, *, allow=False):
         said = []
-        look_at(tmp_path, changed, allow_change=allow, say=said.append)
+        examine_directory(tmp_path, changed, allow_change=allow, say=said.append)
         return [line for line in said if "no seal covers config.json" not in line]
 
     return config, look

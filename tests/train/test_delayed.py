@@ -14,16 +14,24 @@ import pytest
 from tiny import MODEL, ONE_LINEAR, tiny
 
 import halfbyte as hb
-from halfbyte.checkpoint import CheckpointMismatch, Checkpoints
+from halfbyte.checkpoint import CheckpointManager, CheckpointStructureError
+from halfbyte.io.dataclass_json import to_dict
 from halfbyte.models import linear_sites
-from halfbyte.recipe import spell_recipe
-from halfbyte.train import PrecisionConfig, abstract_state, create_state, jit_train_step, open_source, phases, run_mesh
-from halfbyte.train.jsonconfig import to_dict
-from halfbyte.train.resume import begin
-from halfbyte.train.source import to_mesh
-from halfbyte.train.state import TrainState
+from halfbyte.recipes import recipe_to_text
+from halfbyte.train import (
+    PrecisionConfig,
+    abstract_state,
+    create_state,
+    jit_train_step,
+    open_batch_source,
+    phases,
+    run_mesh,
+)
+from halfbyte.train.batch_source import make_global_batch
+from halfbyte.train.resume import resume_or_initialize
+from halfbyte.train.train_state import TrainState
 
-SHORT = spell_recipe(dataclasses.replace(hb.recipe("fp8_delayed"), name="short", history=4))
+SHORT = recipe_to_text(dataclasses.replace(hb.recipe("fp8_delayed"), name="short", amax_history_len=4))
 MODEL_64 = dataclasses.replace(MODEL, embed=64, mlp=128)
 RUN = tiny(model=MODEL_64, recipe=SHORT, policy="all_linear; layers[-1:]=bf16")
 SITES = [path for path in linear_sites(MODEL_64) if path.startswith("layers/")]
@@ -37,7 +45,7 @@ def prepared(config, devices):
 
 
 def some_rows(config, mesh, count):
-    loader = open_source(config).loader(mesh)
+    loader = open_batch_source(config).loader(mesh)
     found = [next(loader) for _ in range(count)]
     loader.close()
     return found
@@ -49,7 +57,7 @@ def run(config, devices=1, *, state=None, first=0, steps=6):
     state = create_state(config, mesh) if state is None else state
     states, losses = [jax.device_get(state)], []
     for batch in some_rows(config, mesh, steps)[first:]:
-        state, metrics = step(state, to_mesh(batch, mesh, batch=config.batch))
+        state, metrics = step(state, make_global_batch(batch, mesh, batch=config.batch))
         states.append(jax.device_get(state))
         losses.append(float(metrics["loss"]))
     return states, losses, state
@@ -88,7 +96,7 @@ def test_six_steps_remember_what_the_rule_says():
 @pytest.mark.slow
 def test_a_scale_of_before_is_what_a_step_computes_with():
     mesh, step = prepared(RUN, 1)
-    (batch,) = (to_mesh(rows, mesh, batch=RUN.batch) for rows in some_rows(RUN, mesh, 1))
+    (batch,) = (make_global_batch(rows, mesh, batch=RUN.batch) for rows in some_rows(RUN, mesh, 1))
     losses = []
     for amax in (0.0, 448.0, 2.0**-6):  # nothing seen is a scale of 1; far too small a maximum saturates
         state = create_state(RUN, mesh)
@@ -102,7 +110,7 @@ def test_a_scale_of_before_is_what_a_step_computes_with():
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(tmp_path):
     states, losses, _ = alone()
-    mesh, store = prepared(RUN, 1)[0], Checkpoints(tmp_path)
+    mesh, store = prepared(RUN, 1)[0], CheckpointManager(tmp_path)
     stopped = run(RUN, steps=3)[2]
     assert store.save(3, stopped.items(), extra={}) and store.wait()
     back = TrainState.from_items(store.restore(3, abstract_state(RUN, mesh).items()).items, seed=stopped.seed)
@@ -111,7 +119,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
     for one, other in zip(jax.tree.leaves(again[-1]), jax.tree.leaves(states[-1]), strict=True):
         np.testing.assert_array_equal(one, other)
     other_run = abstract_state(dataclasses.replace(RUN, recipe="fp8"), mesh).items()
-    with pytest.raises(CheckpointMismatch, match="history"):  # never a run that forgets
+    with pytest.raises(CheckpointStructureError, match="history"):  # never a run that forgets
         store.restore(3, other_run)
     store.close()
 
@@ -120,7 +128,7 @@ def other(**changes):
     return dataclasses.replace(RUN, **changes)
 
 
-LONGER = spell_recipe(dataclasses.replace(hb.recipe("fp8_delayed"), name="longer", history=6))
+LONGER = recipe_to_text(dataclasses.replace(hb.recipe("fp8_delayed"), name="longer", amax_history_len=6))
 
 
 @pytest.mark.slow(fast_cases=["another length"])
@@ -136,12 +144,12 @@ LONGER = spell_recipe(dataclasses.replace(hb.recipe("fp8_delayed"), name="longer
 )
 def test_a_change_that_is_allowed_drops_the_history_or_begins_it_anew(tmp_path, before, after, history):
     """A history of the same length is kept."""
-    mesh, store = run_mesh(RUN, jax.devices("cpu")[:1]), Checkpoints(tmp_path)
+    mesh, store = run_mesh(RUN, jax.devices("cpu")[:1]), CheckpointManager(tmp_path)
     state = create_state(before, mesh)
     state = dataclasses.replace(state, delayed=jax.tree.map(lambda a: a + 2, state.delayed))
     extra = {"config": to_dict(before), "data": {"next_index": 3}, "data_set": "synthetic"}
     assert store.save(3, state.items(), extra=extra) and store.wait()
-    begun = functools.partial(begin, after, mesh, store, content="synthetic", say=lambda text: None)
+    begun = functools.partial(resume_or_initialize, after, mesh, store, content="synthetic", say=lambda text: None)
     with pytest.raises(ValueError, match=r"another configuration|does not fit|history"):
         begun(allow=False)
     found, wanted = begun(allow=True).state, abstract_state(after, mesh)
@@ -185,7 +193,7 @@ def test_no_mesh_accumulation_or_remat_changes_what_is_seen(changes, devices):
 @pytest.mark.slow
 def test_a_skipped_step_forgets_and_remembers_nothing():
     mesh, step = prepared(RUN, 1)
-    first, second = (to_mesh(batch, mesh, batch=RUN.batch) for batch in some_rows(RUN, mesh, 2))
+    first, second = (make_global_batch(batch, mesh, batch=RUN.batch) for batch in some_rows(RUN, mesh, 2))
     state = step(create_state(RUN, mesh), first)[0]
     kept = jax.device_get(state.delayed)
     broken = dataclasses.replace(state, scaler=state.scaler | {"scale": state.scaler["scale"] * np.inf})

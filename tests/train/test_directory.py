@@ -9,19 +9,23 @@ import jax.numpy as jnp
 import pytest
 from tiny import tiny
 
-from halfbyte.checkpoint import Checkpoints
+from halfbyte.checkpoint import CheckpointManager
+from halfbyte.io.dataclass_json import to_dict
 from halfbyte.train import CheckpointConfig
-from halfbyte.train.changed import ChangedRun
-from halfbyte.train.claim import Claim
-from halfbyte.train.directory import check_data, look_at, set_rows_aside, settle, take
-from halfbyte.train.identity import load_identity
-from halfbyte.train.jsonconfig import to_dict
-from halfbyte.train.reading import open_directory
 from halfbyte.train.resume import guarded_changes
+from halfbyte.train.run_directory import (
+    archive_metrics,
+    check_data_unchanged,
+    examine_directory,
+    open_run,
+    open_run_directory,
+    write_run_files,
+)
+from halfbyte.train.run_identity import ChangedRun, RunDirectoryClaim, load_identity
 
 
 def look(directory, config, *, allow=False):
-    return look_at(directory, config, allow_change=allow, say=lambda text: None)
+    return examine_directory(directory, config, allow_change=allow, say=lambda text: None)
 
 
 @pytest.fixture
@@ -34,9 +38,9 @@ def begun(tmp_path):
 
 def take_it(directory, config, *, allow=False):
     """What a start does before it restores; its store is closed."""
-    with Claim(directory):
+    with RunDirectoryClaim(directory):
         found = look(directory, config, allow=allow)
-        taken = take(found, config, "content-1", is_main=True, say=lambda text: None)
+        taken = open_run(found, config, "content-1", is_main=True, say=lambda text: None)
         taken.store.close()
     return taken
 
@@ -62,7 +66,7 @@ def test_a_config_that_is_none_any_more_is_held_against_its_seal(begun):
     text = (directory / "config.json").read_text()
     (directory / "config.json").write_text(text.replace('"steps"', '"stepz"'))
     with pytest.raises(ChangedRun, match=r"config\.json is not what this run wrote"):
-        open_directory(directory, check=False).config  # noqa: B018 (it is read when asked for)
+        open_run_directory(directory, check=False).config  # noqa: B018 (it is read when asked for)
 
 
 def test_a_damaged_identity_is_named(begun):
@@ -78,7 +82,7 @@ def test_a_run_without_its_identity_goes_on_as_the_message_says(begun, saved):
     """Its checkpoints carry the name; one that has none yet gets the same name in every process."""
     directory, config = begun
     if saved:
-        store = Checkpoints(directory / "checkpoints", run=load_identity(directory).run)
+        store = CheckpointManager(directory / "checkpoints", run=load_identity(directory).run)
         store.save(2, {"params": {"w": jnp.zeros(4)}}, extra={})
         store.close()
     before = load_identity(directory).run
@@ -97,12 +101,12 @@ def test_a_kill_between_the_two_files_does_no_harm(begun, monkeypatch):
     longer = dataclasses.replace(config, steps=12)
     identity = load_identity(directory)
     facts = {"content": "content-1", "facts": {"tokenizer.json": "{}"}, "say": lambda text: None}
-    monkeypatch.setattr("halfbyte.train.directory.replace_file", lambda path, text: exec("raise KeyboardInterrupt"))
+    monkeypatch.setattr("halfbyte.train.run_directory.atomic_write", lambda path, text: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
-        settle(directory, longer, identity, **facts)
+        write_run_files(directory, longer, identity, **facts)
     assert look(directory, config).values
     monkeypatch.undo()
-    settle(directory, longer, identity, **facts)
+    write_run_files(directory, longer, identity, **facts)
     assert look(directory, longer).values
     (directory / "tokenizer.json").write_text("{ }")
     with pytest.raises(ChangedRun, match=r"tokenizer\.json is not what this run wrote"):
@@ -114,7 +118,7 @@ def test_other_versions_than_before_are_said(begun):
     older = dataclasses.replace(load_identity(directory), made_with={"jax": "0.9.0", "code": "0123"})
     said = []
     for identity in (older, load_identity(directory)):
-        settle(directory, config, identity, content="content-1", facts={}, say=said.append)
+        write_run_files(directory, config, identity, content="content-1", facts={}, say=said.append)
     assert len(said) == 1 and "jax 0.9.0, now" in said[0] and "code 0123, now" in said[0]
     assert load_identity(directory).made_with.keys() == {"halfbyte", "jax", "jaxlib", "code"}
 
@@ -144,7 +148,7 @@ def test_an_identity_that_no_run_writes_is_refused(begun, text):
     directory, _ = begun
     (directory / "run.json").write_text(json.dumps({"run": text, "crc32": zlib.crc32(text.encode())}))
     with pytest.raises(ValueError, match=r"not as this version writes it|no file that a run seals"):
-        open_directory(directory, check=False)
+        open_run_directory(directory, check=False)
 
 
 def test_a_sealed_file_that_nobody_would_read_is_not_hashed(begun):
@@ -153,18 +157,18 @@ def test_a_sealed_file_that_nobody_would_read_is_not_hashed(begun):
         file.truncate(1 << 42)  # nothing on the disk, an hour of zeros
     text = json.dumps({"run": "a", "data": "b", "files": {"tokenizer.json": "0"}})
     (directory / "run.json").write_text(json.dumps({"run": text, "crc32": zlib.crc32(text.encode())}))
-    assert open_directory(directory, check=False).changed() == ["tokenizer.json"]
+    assert open_run_directory(directory, check=False).modified_files() == ["tokenizer.json"]
 
 
 def test_only_the_runs_own_wandb_is_left_unread(begun):
     directory, _ = begun
     (directory / "wandb").mkdir()
     (directory / "wandb" / "latest").symlink_to("x")
-    open_directory(directory)
+    open_run_directory(directory)
     (directory / "checkpoints" / "wandb").mkdir(parents=True)
     (directory / "checkpoints" / "wandb" / "latest").symlink_to("x")
     with pytest.raises(ValueError, match="symbolic link"):
-        open_directory(directory)
+        open_run_directory(directory)
 
 
 def test_a_start_that_was_killed_before_its_config_is_started_again(begun, tmp_path):
@@ -183,11 +187,11 @@ def test_a_start_that_was_killed_before_its_config_is_started_again(begun, tmp_p
 def test_data_is_known_by_its_content(begun):
     directory, config = begun
     moved = look(directory, dataclasses.replace(config, data="demo"))
-    check_data(moved, "content-1", allow=False, say=lambda text: None)
+    check_data_unchanged(moved, "content-1", allow=False, say=lambda text: None)
     with pytest.raises(ChangedRun, match="content-1 -> content-2"):
-        check_data(moved, "content-2", allow=False, say=lambda text: None)
+        check_data_unchanged(moved, "content-2", allow=False, say=lambda text: None)
     said = []
-    check_data(moved, "content-2", allow=True, say=said.append)
+    check_data_unchanged(moved, "content-2", allow=True, say=said.append)
     assert "changed, as allowed" in said[0]
 
 
@@ -218,7 +222,7 @@ def test_a_field_that_is_new_since_the_run_began_does_not_change_the_run():
 
 def save(directory):
     store = take_it(directory, tiny()).store
-    store = Checkpoints(store.directory, run=store._run, committed=store._committed)
+    store = CheckpointManager(store.directory, run=store._run, committed=store._committed)
     store.save(2, {"params": {"w": jnp.zeros(4)}}, extra={})
     store.close()
 
@@ -253,7 +257,7 @@ def test_a_run_of_an_earlier_version_is_judged_by_its_metrics(begun):
     with_rows(*range(1, 7))
     with pytest.raises(ValueError, match="metrics of 6 steps"):
         take_it(directory, dataclasses.replace(config, steps=12))
-    first, second = set_rows_aside(directory), set_rows_aside(directory)
+    first, second = archive_metrics(directory), archive_metrics(directory)
     assert first.name == "metrics.before-restart-1.jsonl"
     assert second is None
     assert len(first.read_text().splitlines()) == 6

@@ -8,9 +8,9 @@ import re
 import pytest
 from tiny import tiny
 
-from halfbyte.cli.train import SWITCHES, parse, split_name
-from halfbyte.runs import run_config
-from halfbyte.train import jsonconfig
+from halfbyte.cli.train import BOOLEAN_FLAGS, parse, split_run_name
+from halfbyte.io import dataclass_json
+from halfbyte.train.run_presets import run_config
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,15 @@ from halfbyte.train import jsonconfig
     ],
 )
 def test_the_name_of_the_run(argv, name):
-    assert split_name(argv)[0] == name
+    assert split_run_name(argv)[0] == name
 
 
 def test_every_flag_without_a_value_is_known():
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
-        parse(["--help"])
+        parse(["--help-all"])
     switches = {flag for pair in re.findall(r"(--[a-z.-]+), (--[a-z.]*no-[a-z.-]+)", shown.getvalue()) for flag in pair}
-    assert switches and switches <= set(SWITCHES)
+    assert switches and switches <= set(BOOLEAN_FLAGS)
 
 
 def test_no_arguments_is_the_demo():
@@ -69,7 +69,7 @@ def test_flags_change_fields_and_groups():
 @pytest.mark.slow
 def test_a_config_file_and_a_run_directory_give_their_config_back(tmp_path):
     config = tiny(seed=7)
-    jsonconfig.save(config, tmp_path / "config.json")
+    dataclass_json.save_config(config, tmp_path / "config.json")
     assert parse(["--config", str(tmp_path / "config.json"), "--steps", "9"]).run == dataclasses.replace(
         config, steps=9
     )

@@ -11,24 +11,23 @@ import pytest
 from rich.console import Console
 from tiny import ONE_LINEAR, tiny
 
-from halfbyte.metrics import read_rows
 from halfbyte.train import (
     CheckpointConfig,
-    Diverged,
+    DivergedError,
     GuardConfig,
     create_state,
     jit_train_step,
     phases,
+    read_rows,
     run_mesh,
     train,
 )
-from halfbyte.train.goodput import Goodput
-from halfbyte.train.guard import Guard, Trouble
-from halfbyte.train.locate import locate
+from halfbyte.train.batch_source import make_global_batch, open_batch_source
 from halfbyte.train.loop import Loop
-from halfbyte.train.precision import with_fallback
-from halfbyte.train.source import open_source, to_mesh
-from halfbyte.train.state import watch_weights
+from halfbyte.train.nan_guard import DivergenceGuard, TrainingFault, find_first_nonfinite
+from halfbyte.train.precision_phases import with_fallback_recipe
+from halfbyte.train.resume import Goodput
+from halfbyte.train.train_state import check_weights
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -36,44 +35,44 @@ WELL = {"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0, "weights_not_finite": 0.0
 
 
 def test_skipped_steps_are_counted_and_bounded():
-    guard = Guard(tiny(guard=GuardConfig(skips=2)))
+    guard = DivergenceGuard(tiny(guard=GuardConfig(max_skipped_steps=2)))
     bad = {**WELL, "loss": float("nan")}
-    assert guard.look(1, WELL) is None
-    assert "STEP SKIPPED" in guard.look(2, {**bad, "skipped": 1.0})
-    assert "2 of at most 2" in guard.look(3, {**bad, "skipped": 2.0})
-    assert guard.look(4, {**WELL, "skipped": 2.0}) is None
-    guard.look(5, {**bad, "skipped": 3.0})
-    guard.look(6, {**bad, "skipped": 4.0})
-    with pytest.raises(Trouble, match=r"step 7: loss nan.*3 steps in a row"):
-        guard.look(7, {**bad, "skipped": 5.0})
+    assert guard.check_step(1, WELL) is None
+    assert "STEP SKIPPED" in guard.check_step(2, {**bad, "skipped": 1.0})
+    assert "2 of at most 2" in guard.check_step(3, {**bad, "skipped": 2.0})
+    assert guard.check_step(4, {**WELL, "skipped": 2.0}) is None
+    guard.check_step(5, {**bad, "skipped": 3.0})
+    guard.check_step(6, {**bad, "skipped": 4.0})
+    with pytest.raises(TrainingFault, match=r"step 7: loss nan.*3 steps in a row"):
+        guard.check_step(7, {**bad, "skipped": 5.0})
 
 
 def test_weights_that_are_not_finite_or_not_their_own():
-    guard = Guard(tiny())
-    with pytest.raises(Trouble, match="12 weights are not finite"):
-        guard.look(1, {**WELL, "weights_not_finite": 12.0})
-    with pytest.raises(Trouble, match="memory has changed them") as found:
-        guard.look(2, {**WELL, "weights_intact": 0.0})
-    assert found.value.fault
+    guard = DivergenceGuard(tiny())
+    with pytest.raises(TrainingFault, match="12 weights are not finite"):
+        guard.check_step(1, {**WELL, "weights_not_finite": 12.0})
+    with pytest.raises(TrainingFault, match="memory has changed them") as found:
+        guard.check_step(2, {**WELL, "weights_intact": 0.0})
+    assert found.value.in_memory
 
 
 def test_a_gradient_of_zero_is_noticed_after_a_few_steps():
     """Loss and weights are finite then, and nothing is learnt any more."""
-    guard = Guard(tiny(guard=GuardConfig(skips=2)))
+    guard = DivergenceGuard(tiny(guard=GuardConfig(max_skipped_steps=2)))
     idle = {**WELL, "grad_norm": 0.0}
     for step in (1, 2, 4, 5):
-        guard.look(step, idle)
-        guard.look(3, WELL) if step == 2 else None
-    with pytest.raises(Trouble, match=r"step 6: .*gradient has been 0 for 3 steps"):
-        guard.look(6, idle)
+        guard.check_step(step, idle)
+        guard.check_step(3, WELL) if step == 2 else None
+    with pytest.raises(TrainingFault, match=r"step 6: .*gradient has been 0 for 3 steps"):
+        guard.check_step(6, idle)
 
 
 def test_a_spike_stands_out_of_its_own_median():
-    guard = Guard(tiny(guard=GuardConfig(spike=2.0)))
+    guard = DivergenceGuard(tiny(guard=GuardConfig(spike_threshold=2.0)))
     for step in range(1, 20):
-        assert guard.look(step, {**WELL, "loss": 2.0 + 0.05 * (step % 3)}) is None
-    with pytest.raises(Trouble, match=r"LOSS SPIKE, 4\.5000"):
-        guard.look(20, {**WELL, "loss": 4.5})
+        assert guard.check_step(step, {**WELL, "loss": 2.0 + 0.05 * (step % 3)}) is None
+    with pytest.raises(TrainingFault, match=r"LOSS SPIKE, 4\.5000"):
+        guard.check_step(20, {**WELL, "loss": 4.5})
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +81,8 @@ def one_step():
     config = tiny(recipe="nvfp4", policy=ONE_LINEAR)
     mesh = run_mesh(config, jax.devices()[:1])
     resolved = phases(config)[0].resolved(config)
-    loader = open_source(config).loader(mesh)
-    batch = to_mesh(next(loader), mesh, batch=config.batch)
+    loader = open_batch_source(config).loader(mesh)
+    batch = make_global_batch(next(loader), mesh, batch=config.batch)
     loader.close()
     state = create_state(config, mesh)
     step = jit_train_step(config, resolved, mesh)  # donates its state; the program of test_step.py, compiled for both
@@ -117,7 +116,7 @@ def test_one_flipped_bit_in_a_weight_is_noticed_and_nothing_is_built_on_it(one_s
 def test_weights_are_looked_at_after_the_gradients_and_not_before(one_step):
     """Or a bit that flips while a step runs would be built on. A norm that cannot be shows that it is waited for."""
     state = one_step[3]
-    intact = jax.jit(lambda state, norm: watch_weights(state, norm).intact)
+    intact = jax.jit(lambda state, norm: check_weights(state, norm).intact)
     assert bool(intact(state, jnp.float32(1.0)))
     assert not bool(intact(state, jnp.float32(-1.0)))
 
@@ -128,14 +127,14 @@ def test_a_weight_that_is_not_finite_is_found_and_named_with_its_layer(one_step,
     broken = with_weight(state, "down", (1, 3, 5), value)
     _, values = step(broken, batch)
     assert values["weights_not_finite"] == 1
-    named = locate(config, resolved, mesh, broken.params, batch, step=jnp.int32(0))
+    named = find_first_nonfinite(config, resolved, mesh, broken.params, batch, step=jnp.int32(0))
     assert named == "the weight of layers/mlp/down, layer 1: 1 values are not finite"
 
 
 def test_a_layer_that_overflows_is_named(one_step):
     config, resolved, mesh, state, batch, _ = one_step
     huge = with_weight(state, "down", 1, 3e38).params
-    named = locate(config, resolved, mesh, huge, batch, step=jnp.int32(0))
+    named = find_first_nonfinite(config, resolved, mesh, huge, batch, step=jnp.int32(0))
     assert named.startswith("the forward pass of layer 1")
 
 
@@ -144,14 +143,14 @@ def test_gradients_that_are_finite_and_whose_norm_is_not_are_named(one_step):
     large = with_weight(state, "down", (1, 3, 5), 1e30)
     _, values = step(large, batch)
     assert np.isfinite(values["loss"]) and np.isinf(values["grad_norm"])
-    named = locate(config, resolved, mesh, large.params, batch, step=jnp.int32(0))
+    named = find_first_nonfinite(config, resolved, mesh, large.params, batch, step=jnp.int32(0))
     assert named.startswith("the norm of the gradients: that of layers/mlp/"), named
 
 
 def test_a_token_outside_the_vocabulary_is_named(one_step):
     config, resolved, mesh, state, batch, _ = one_step
     bad = {**batch, "tokens": batch["tokens"].at[0, 0].set(9999)}
-    assert "tokens from 0 to 9999" in locate(config, resolved, mesh, state.params, bad, step=jnp.int32(0))
+    assert "tokens from 0 to 9999" in find_first_nonfinite(config, resolved, mesh, state.params, bad, step=jnp.int32(0))
 
 
 def test_a_spike_goes_back_skips_and_goes_on_in_bf16(tmp_path, monkeypatch):
@@ -164,12 +163,12 @@ def test_a_spike_goes_back_skips_and_goes_on_in_bf16(tmp_path, monkeypatch):
         recipe="nvfp4",
         policy=ONE_LINEAR,
         steps=60,
-        guard=GuardConfig(spike=1.0005, returns=2),
+        guard=GuardConfig(spike_threshold=1.0005, max_rollbacks=2),
         on_divergence="bf16",
         checkpoint=CheckpointConfig(every=5),
     )
     out = io.StringIO()
-    with pytest.raises(Diverged, match=r"LOSS SPIKE.*after 2 returns"):
+    with pytest.raises(DivergedError, match=r"LOSS SPIKE.*after 2 returns"):
         train(config, tmp_path / "run", console=Console(file=out, width=200))
     assert out.getvalue().count("GOING BACK") == 2
     assert [phase.recipe.name for phase in compiled] == ["nvfp4", "bf16"]
@@ -187,11 +186,11 @@ def test_a_spike_goes_back_skips_and_goes_on_in_bf16(tmp_path, monkeypatch):
 
 def test_fallback_phases():
     config = tiny(recipe="nvfp4", steps=20)
-    after = with_fallback(phases(config), 8, "bf16")
+    after = with_fallback_recipe(phases(config), 8, "bf16")
     assert [(phase.start, phase.stop, phase.recipe.name) for phase in after] == [(0, 8, "nvfp4"), (8, 20, "bf16")]
-    assert with_fallback(after, 8, "bf16")[-1].start == 8
-    assert with_fallback(phases(config), 0, "fp8")[0].recipe.name == "fp8"
-    assert with_fallback(after, 12, "") == after
+    assert with_fallback_recipe(after, 8, "bf16")[-1].start == 8
+    assert with_fallback_recipe(phases(config), 0, "fp8")[0].recipe.name == "fp8"
+    assert with_fallback_recipe(after, 12, "") == after
 
 
 def test_goodput_adds_up():
@@ -204,7 +203,7 @@ def test_goodput_adds_up():
     again = Goodput.resumed(kept, dropped)
     again.clock = lambda: 100.0
     again.step({"step_time_s": 10.0, "input_wait_s": 0.0})
-    assert (again.productive, again.lost, again.waiting) == (30.0, 10.0, 60.0)
-    again.throw_away(20.0)
-    assert (again.productive, again.lost, again.waiting) == (20.0, 20.0, 60.0)
+    assert (again.productive, again.lost, again.overhead) == (30.0, 10.0, 60.0)
+    again.discard_since(20.0)
+    assert (again.productive, again.lost, again.overhead) == (20.0, 20.0, 60.0)
     assert "productive 20.0% (20.0 s), lost 20.0% (20.0 s), waiting 60.0%" in str(again)

@@ -12,25 +12,26 @@ import pytest
 from rich.console import Console
 from tiny import ONE_LINEAR, tiny
 
-from halfbyte.conformance import SelfTestFailed
-from halfbyte.metrics import OneStepLate, read_rows
-from halfbyte.optim import OptimizerConfig
-from halfbyte.profiling import ProfileConfig
+from halfbyte.ops import SelfTestFailed
 from halfbyte.train import (
     CheckpointConfig,
-    Diverged,
+    DeferredMetrics,
+    DivergedError,
     LogConfig,
     LossScaleConfig,
+    OptimizerConfig,
     PrecisionConfig,
+    ProfileConfig,
     RunResult,
     ValidationConfig,
     loop,
+    read_rows,
     train,
 )
-from halfbyte.train.goodput import Goodput
 from halfbyte.train.loop import Loop
-from halfbyte.train.reading import open_directory
-from halfbyte.train.state import bit_sum
+from halfbyte.train.resume import Goodput
+from halfbyte.train.run_directory import open_run_directory
+from halfbyte.train.train_state import params_checksum
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -61,7 +62,7 @@ def finished(tmp_path_factory):
 @pytest.mark.slow
 def test_the_run_directory(finished):
     config, directory, result, _ = finished
-    assert open_directory(directory).config == config
+    assert open_run_directory(directory).config == config
     assert sorted(int(path.name) for path in (directory / "checkpoints").iterdir()) == [4, 6]
     assert any((directory / "tensorboard").iterdir())
     assert result.step == 6
@@ -123,7 +124,7 @@ def test_a_diverged_run_stops_loudly(tmp_path):
     config = tiny(recipe="bf16", optimizer=OptimizerConfig(learning_rate=1e18, warmup=0))
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(every=1))
     named = r"step 5: .*gradient norm nan, 4 steps in a row.*the forward pass of layer 0.*step 4 is good"
-    with pytest.raises(Diverged, match=named):
+    with pytest.raises(DivergedError, match=named):
         run(config, tmp_path / "run")
     assert [row["skipped"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
@@ -134,11 +135,15 @@ def test_a_last_checkpoint_that_could_not_begin_is_no_success(tmp_path, begins):
     store = SimpleNamespace(save=lambda *_, **__: begins, close=lambda: True)
     params = {"w": jnp.ones(4)}
     loop = object.__new__(Loop)
-    loop.step, loop.last_saved, loop.late, loop.program = 4, 2, OneStepLate(), None
+    loop.step, loop.last_saved, loop.late, loop.program = 4, 2, DeferredMetrics(), None
     loop.result = RunResult(tmp_path, 4, stopped="SIGTERM")
     loop.config, loop.data_state, loop.goodput, loop.returns = tiny(), None, Goodput(0.0), []
-    loop.session, loop.outputs = SimpleNamespace(content=""), SimpleNamespace(store=store, check_place=lambda: None)
-    loop.state = SimpleNamespace(params=params, sentinel=bit_sum(params), items=dict)
+    loop.session, loop.outputs = (
+        SimpleNamespace(content=""),
+        SimpleNamespace(store=store, display=None, assert_still_claimed=lambda: None),
+    )
+    loop.group = SimpleNamespace(report_activity=lambda *_: None)
+    loop.state = SimpleNamespace(params=params, sentinel=params_checksum(params), items=dict)
     with contextlib.nullcontext() if begins else pytest.raises(OSError, match=r"step 4\) could not be written"):
         loop._finish()
 
@@ -159,11 +164,11 @@ def test_a_failed_self_test_stops_the_run_before_its_first_step(tmp_path, monkey
     def gives_up(*given):
         raise MemoryError
 
-    monkeypatch.setattr("halfbyte.train.session.check_stacks", wrong)
+    monkeypatch.setattr("halfbyte.train.session.stacked_residuals_match_reference", wrong)
     monkeypatch.setattr("halfbyte.train.loop.compile_train_step", gives_up)
     later = PrecisionConfig(switch_at=1, switch_to="nvfp4_no_sr")
     with pytest.raises(SelfTestFailed, match="3 numbers differ") as failed:
         run(tiny(recipe="nvfp4", unroll=1, remat="none", steps=2, precision=later), tmp_path / "run")
     assert isinstance(failed.value.__context__, MemoryError)
-    assert asked == [("nvfp4", 3, "carrier"), ("nvfp4_no_sr", 3, "carrier")]
+    assert asked == [("nvfp4", 3, "emulated"), ("nvfp4_no_sr", 3, "emulated")]
     assert not (tmp_path / "run").exists()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tiny import MODEL, ONE_LINEAR, tiny
 
-from halfbyte.train import create_state, jit_train_step, open_source, phases, run_mesh
-from halfbyte.train.source import host_part, to_mesh
+from halfbyte.train import create_state, jit_train_step, open_batch_source, phases, run_mesh
+from halfbyte.train.batch_source import host_shard, make_global_batch
 
 WIDE = dataclasses.replace(MODEL, embed=64, mlp=128)
 MESHES = {"": 1, "data=2,fsdp=2": 4, "fsdp=2,tensor=2": 4, "fsdp=2,tensor=2,context=2": 8}
@@ -24,9 +24,9 @@ def three_losses(recipe, mesh_text):
     mesh = run_mesh(config, jax.devices("cpu")[: MESHES[mesh_text]])
     step = jit_train_step(config, phases(config)[0].resolved(config), mesh)
     state, found = create_state(config, mesh), []
-    loader = open_source(config).loader(mesh)
+    loader = open_batch_source(config).loader(mesh)
     for _ in range(3):
-        state, metrics = step(state, to_mesh(next(loader), mesh, batch=config.batch))
+        state, metrics = step(state, make_global_batch(next(loader), mesh, batch=config.batch))
         found.append(float(metrics["loss"]))
     loader.close()
     return found
@@ -48,4 +48,4 @@ def test_nvfp4_sharded_over_weights_and_heads():
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_one_process_reads_every_row(mesh):
     made = run_mesh(tiny(mesh=mesh), jax.devices("cpu")[: MESHES[mesh]])
-    assert host_part(made, 8, 32) == (0, 1)
+    assert host_shard(made, 8, 32) == (0, 1)

@@ -11,20 +11,20 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from halfbyte.metrics import (
-    Aside,
-    Compiling,
-    Guarded,
-    Jsonl,
-    OneStepLate,
-    TensorBoard,
+from halfbyte.train import (
+    BackgroundSink,
+    CompileIndicator,
+    DeferredMetrics,
+    FaultTolerantSink,
+    JsonlSink,
+    TensorBoardSink,
     Throughput,
-    events,
     make_display,
-    mixed_peak,
+    metric_writers,
     read_rows,
+    weighted_peak_flops,
 )
-from halfbyte.metrics.display import clock, resample, sparkline
+from halfbyte.train.progress_display import bucket_means, format_duration, sparkline
 
 ROW = {
     "step": 1, "loss": 5.4321987, "learning_rate": 3e-4, "grad_norm": 1.25, "step_time_s": 0.352, "input_wait_s": 0.001,
@@ -45,15 +45,15 @@ def test_mfu_is_none_where_the_peak_is_unknown():
 
 
 def test_mixed_peak():
-    assert mixed_peak({"nvfp4": 0.5, "bf16": 0.5}, {"nvfp4": 4.0, "bf16": 1.0}) == pytest.approx(1.6)
-    assert mixed_peak({"bf16": 1.0}, {}) is None
+    assert weighted_peak_flops({"nvfp4": 0.5, "bf16": 0.5}, {"nvfp4": 4.0, "bf16": 1.0}) == pytest.approx(1.6)
+    assert weighted_peak_flops({"bf16": 1.0}, {}) is None
 
 
 def test_metrics_are_one_step_late():
     times = iter([0.0, 5.0, 6.5, 7.0])
-    late = OneStepLate(clock=lambda: next(times))
-    assert late.push(1, {"loss": jnp.float32(2.5)}, input_wait_s=0.25) is None
-    first = late.push(2, {"loss": jnp.float32(2.0)})
+    late = DeferredMetrics(clock=lambda: next(times))
+    assert late.enqueue(1, {"loss": jnp.float32(2.5)}, input_wait_s=0.25) is None
+    first = late.enqueue(2, {"loss": jnp.float32(2.0)})
     assert (first.step, first.values, first.step_time_s, first.host) == (1, {"loss": 2.5}, 5.0, {"input_wait_s": 0.25})
     second = late.flush()
     assert second.step == 2
@@ -63,20 +63,20 @@ def test_metrics_are_one_step_late():
 
 def test_jsonl_drops_what_a_resumed_run_writes_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    sink = Jsonl(path)
+    sink = JsonlSink(path)
     for step in (1, 2, 3):
         sink.write({"step": step, "loss": float("nan") if step == 2 else 1.0})
     sink.close()
     with open(path, "a") as file:
         file.write('{"step": 4, "lo')  # killed here
-    resumed = Jsonl(path, resume_step=2)
+    resumed = JsonlSink(path, resume_step=2)
     resumed.write({"step": 3, "loss": 0.5})
     resumed.close()
     assert read_rows(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": "nan"}, {"step": 3, "loss": 0.5}]
     assert all(json.loads(line) for line in path.read_text().splitlines())
     dropped = tmp_path / "metrics.dropped.jsonl"
     assert read_rows(dropped) == [{"step": 3, "loss": 1.0}]
-    Jsonl(path, resume_step=2).close()  # once more: nothing of the first time goes
+    JsonlSink(path, resume_step=2).close()  # once more: nothing of the first time goes
     assert read_rows(dropped) == [{"step": 3, "loss": 1.0}, {"step": 3, "loss": 0.5}]
     assert [row["step"] for row in read_rows(path)] == [1, 2]
 
@@ -87,12 +87,12 @@ def test_jsonl_does_not_follow_a_link_for_dropped_rows(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "metrics.dropped.jsonl").symlink_to(tmp_path / "mine")
     with pytest.raises(ValueError, match="is a symbolic link"):
-        Jsonl(path, resume_step=1)
+        JsonlSink(path, resume_step=1)
     assert (tmp_path / "mine").read_text() == "mine" and len(read_rows(path)) == 2
 
 
 def test_tensorboard_writes_events(tmp_path):
-    sink = TensorBoard(tmp_path)
+    sink = TensorBoardSink(tmp_path)
     sink.write(ROW)
     sink.close()
     assert any(file.stat().st_size > 100 for file in tmp_path.iterdir())
@@ -134,9 +134,9 @@ def test_panel_draws_on_a_terminal():
 
 
 def test_small_things():
-    assert clock(59) == "0:59"
-    assert clock(3725) == "1:02:05"
-    assert resample([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
+    assert format_duration(59) == "0:59"
+    assert format_duration(3725) == "1:02:05"
+    assert bucket_means([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
     assert sparkline([0.0, 1.0]) == "▁█"
 
 
@@ -146,7 +146,7 @@ def test_bytes_that_are_no_text_do_not_block_a_resume(tmp_path):
     bad = [b'\xff\xfe{"step": 2}', b"[1]", b'{"step": "x"}', b"[" * 100_000]
     path.write_bytes(b"\n".join([good[0], bad[0], bad[1], good[1], bad[2], bad[3], *good[2:]]) + b'\n{"ste')
     said = []
-    sink = Jsonl(path, resume_step=3, say=said.append)
+    sink = JsonlSink(path, resume_step=3, say=said.append)
     sink.write({"step": 4, "loss": 0.5})
     sink.close()
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
@@ -157,7 +157,7 @@ def test_bytes_that_are_no_text_do_not_block_a_resume(tmp_path):
 def test_a_last_line_cut_by_a_kill_is_not_worth_a_word(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
-    Jsonl(path, resume_step=2, say=pytest.fail).close()
+    JsonlSink(path, resume_step=2, say=pytest.fail).close()
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
@@ -178,7 +178,7 @@ class Failing:
 
 def test_a_sink_that_fails_is_dropped_with_one_line():
     said, inner = [], Failing()
-    sink = Guarded("the log", lambda: inner, said.append)
+    sink = FaultTolerantSink("the log", lambda: inner, said.append)
     for step in range(5):
         sink.write({"step": step})
     sink.close()
@@ -189,7 +189,7 @@ def test_a_sink_that_fails_is_dropped_with_one_line():
 def test_a_sink_that_cannot_even_be_made_is_dropped(tmp_path):
     said = []
     (tmp_path / "file").touch()
-    sink = Guarded("TensorBoard's log", lambda: TensorBoard(tmp_path / "file" / "below"), said.append)
+    sink = FaultTolerantSink("TensorBoard's log", lambda: TensorBoardSink(tmp_path / "file" / "below"), said.append)
     sink.write(ROW)
     sink.close()
     assert len(said) == 1
@@ -214,9 +214,9 @@ def test_rows_that_wait_are_written_at_the_end_or_said_to_be_missing(tmp_path):
     lost = "metrics.jsonl WAS NOT CLOSED: OSError: [Errno 28] No space left on device"
     for full, end in ((False, []), (True, [lost])):
         path, said = tmp_path / f"metrics-{full}.jsonl", []
-        inner = Jsonl(path)
+        inner = JsonlSink(path)
         disk = inner._file = Refusing(inner._file)
-        sink = Guarded("metrics.jsonl", lambda inner=inner: inner, said.append)
+        sink = FaultTolerantSink("metrics.jsonl", lambda inner=inner: inner, said.append)
         sink.write({"step": 1})
         disk.full = full
         sink.close()
@@ -225,10 +225,10 @@ def test_rows_that_wait_are_written_at_the_end_or_said_to_be_missing(tmp_path):
 
 
 def test_rows_that_are_too_many_to_keep_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(Jsonl, "MOST_KEPT", 2)
-    inner, said = Jsonl(tmp_path / "metrics.jsonl"), []
+    monkeypatch.setattr(JsonlSink, "MAX_RETAINED", 2)
+    inner, said = JsonlSink(tmp_path / "metrics.jsonl"), []
     disk = inner._file = Refusing(inner._file)
-    sink = Guarded("metrics.jsonl", lambda: inner, said.append)
+    sink = FaultTolerantSink("metrics.jsonl", lambda: inner, said.append)
     for step in range(1, 5):
         disk.full = step < 4
         sink.write({"step": step})
@@ -252,8 +252,8 @@ def small_disk(tmp_path):
 def test_a_full_disk_loses_no_row_and_never_blocks(small_disk):
     """metrics.jsonl waits and goes on when there is room; TensorBoard is dropped; nothing hangs, no half line stays."""
     said = []
-    lines = Guarded("metrics.jsonl", lambda: Jsonl(small_disk / "metrics.jsonl"), said.append)
-    board = Guarded("TensorBoard's log", lambda: TensorBoard(small_disk / "tensorboard"), said.append)
+    lines = FaultTolerantSink("metrics.jsonl", lambda: JsonlSink(small_disk / "metrics.jsonl"), said.append)
+    board = FaultTolerantSink("TensorBoard's log", lambda: TensorBoardSink(small_disk / "tensorboard"), said.append)
     for step in range(1, 400):
         if step == 50:
             (small_disk / "big").write_bytes(bytes(30_000))
@@ -282,8 +282,8 @@ def test_a_writer_that_hangs_never_holds_up_the_run():
         def close(self):
             pass
 
-    sink = Guarded("Weights & Biases", lambda: Aside(Hanging()), said.append)
-    for step in range(Aside.MOST_WAITING + 5):
+    sink = FaultTolerantSink("Weights & Biases", lambda: BackgroundSink(Hanging()), said.append)
+    for step in range(BackgroundSink.MAX_QUEUED + 5):
         sink.write({"step": step})
     sink.close()
     forever.set()
@@ -292,7 +292,7 @@ def test_a_writer_that_hangs_never_holds_up_the_run():
 
 def test_a_writer_thread_that_dies_is_named():
     said = []
-    sink = Guarded("Weights & Biases", lambda: Aside(Failing()), said.append)
+    sink = FaultTolerantSink("Weights & Biases", lambda: BackgroundSink(Failing()), said.append)
     for step in range(3):
         sink.write({"step": step})
         time.sleep(0.05)
@@ -310,7 +310,7 @@ def test_rows_reach_a_sink_aside_in_order():
         def close(self):
             taken.append("closed")
 
-    sink = Aside(Keeping())
+    sink = BackgroundSink(Keeping())
     for step in range(100):
         sink.write({"step": step})
     sink.close()
@@ -331,36 +331,40 @@ def test_tensorboard_events_are_what_the_protocol_says(tmp_path):
         Event(wall_time=1e9, step=300, session_log=SessionLog(status=SessionLog.START)),
         Event(wall_time=0.25, step=2**40, summary=Summary(value=values)),
     ]
-    made = [events.file_version(12.5), events.restart(300, 1e9), events.scalars(2**40, 0.25, numbers)]
+    made = [
+        metric_writers.file_version(12.5),
+        metric_writers.session_start_event(300, 1e9),
+        metric_writers.scalar_event(2**40, 0.25, numbers),
+    ]
     assert [Event.FromString(data) for data in made] == wanted
     theirs = RecordWriter(str(tmp_path / "theirs"))
     for data in made:
         theirs.write(data)
     theirs.close()
-    assert b"".join(map(events.record, made)) == (tmp_path / "theirs").read_bytes()
+    assert b"".join(map(metric_writers.frame_record, made)) == (tmp_path / "theirs").read_bytes()
 
 
 def test_a_resumed_run_hides_what_it_writes_again(tmp_path):
-    sink = TensorBoard(tmp_path, resume_step=4)
+    sink = TensorBoardSink(tmp_path, resume_step=4)
     sink.write({"step": 5, "loss": 2.5, "flops_formula": "text", "mfu": None})
     sink.close()
     (file,) = tmp_path.iterdir()
     assert file.name.startswith("events.out.tfevents.")
-    head = len(events.record(events.file_version(0.0)))
-    assert file.read_bytes()[head + 12 + 9 :].startswith(events.restart(5, 0.0)[9:])
+    head = len(metric_writers.frame_record(metric_writers.file_version(0.0)))
+    assert file.read_bytes()[head + 12 + 9 :].startswith(metric_writers.session_start_event(5, 0.0)[9:])
 
 
 def test_compiling_has_a_clock(monkeypatch, until):
     """On a terminal it is drawn and taken away again; elsewhere there is a line, and one more every half minute."""
-    monkeypatch.setattr(Compiling, "LINE_S", 0.02)
+    monkeypatch.setattr(CompileIndicator, "LINE_S", 0.02)
     out = io.StringIO()
-    with Compiling(Console(file=out, force_terminal=False), shown=True):
+    with CompileIndicator(Console(file=out, force_terminal=False), shown=True):
         until(lambda: "still compiling, 0:" in out.getvalue())
     assert out.getvalue().startswith("compiling ...\n")
     until(lambda: "halfbyte-clock" not in {thread.name for thread in threading.enumerate()})  # silent once it is done
     screen = io.StringIO()
-    with Compiling(Console(file=screen, force_terminal=True), shown=True):
+    with CompileIndicator(Console(file=screen, force_terminal=True), shown=True):
         until(lambda: "compiling ... 0:" in screen.getvalue())
-    with Compiling(Console(file=(quiet := io.StringIO())), shown=False):
+    with CompileIndicator(Console(file=(quiet := io.StringIO())), shown=False):
         pass
     assert quiet.getvalue() == ""

@@ -10,13 +10,12 @@ import pytest
 
 from halfbyte import models
 from halfbyte.checkpoint import named_leaves
+from halfbyte.io.dataclass_json import to_dict
 from halfbyte.models import LlamaConfig
-from halfbyte.optim import OptimizerConfig, apply
-from halfbyte.plan import analytic
-from halfbyte.train import TrainConfig, run_mesh
-from halfbyte.train.jsonconfig import to_dict
+from halfbyte.plan import analytic_step
+from halfbyte.train import OptimizerConfig, TrainConfig, apply_updates, run_mesh
 from halfbyte.train.resume import guarded_changes
-from halfbyte.train.state import abstract_state, make_optimizer
+from halfbyte.train.train_state import abstract_state, make_optimizer
 
 MODEL = LlamaConfig(
     name="tiny", vocab_size=64, embed=64, mlp=128, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64
@@ -43,7 +42,7 @@ def three_updates(mesh_text, devices):
     @jax.jit
     def step(params, moments, grads):
         updates, moments = transform.update(grads, moments, params)
-        return apply(params, updates, jnp.float32(0.01)), moments
+        return apply_updates(params, updates, jnp.float32(0.01)), moments
 
     for grads in gradients(start):
         params, moments = step(params, moments, jax.device_put(grads, where.params))
@@ -73,7 +72,7 @@ def test_matrices_are_optax_muon_and_the_rest_optax_adamw(alone):
     theirs = optax.contrib.muon(
         0.01, muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: dims, p), consistent_rms=0.2, **decay
     )
-    plain = optax.adamw(0.01, b1=config.b1, b2=config.b2, mask=models.decay_mask(MODEL), **decay)
+    plain = optax.adamw(0.01, b1=config.b1, b2=config.b2, mask=models.weight_decay_mask(MODEL), **decay)
     expected = {True: start["layers"], False: start}
     states = {True: theirs.init(start["layers"]), False: plain.init(start)}
     with jax.numpy_dtype_promotion("standard"):
@@ -82,12 +81,14 @@ def test_matrices_are_optax_muon_and_the_rest_optax_adamw(alone):
                 g, old = (grads["layers"] if by_muon else grads), expected[by_muon]
                 updates, states[by_muon] = jax.jit(transform.update)(g, states[by_muon], old)
                 expected[by_muon] = optax.apply_updates(old, updates)
-    matrices = models.flatten(models.matrix_mask(MODEL))
+    matrices = models.flatten_specs(models.matrix_mask(MODEL))
     assert sorted(path for path, matrix in matrices.items() if not matrix) == [
         "embed", "final_norm", "head", "layers/attention/norm", "layers/mlp/norm"
     ]  # fmt: skip
-    both = {True: models.flatten({"layers": expected[True]}), False: models.flatten(expected[False])}
-    for path, found in models.flatten(alone).items():  # the rate is a product here, a sum there: an ulp of a weight
+    both = {True: models.flatten_specs({"layers": expected[True]}), False: models.flatten_specs(expected[False])}
+    for path, found in models.flatten_specs(
+        alone
+    ).items():  # the rate is a product here, a sum there: an ulp of a weight
         np.testing.assert_allclose(found, both[matrices[path]][path], rtol=0, atol=1e-6, err_msg=path)
 
 
@@ -112,5 +113,5 @@ def test_a_run_saves_the_moment_of_a_matrix_and_does_not_go_on_by_another_optimi
 def test_plan_counts_one_moment_of_a_matrix():
     config = dataclasses.replace(CONFIG, mesh="")
     held = jax.tree.leaves(abstract_state(config, run_mesh(config, jax.devices("cpu")[:1])).optimizer)
-    counted = analytic.memory(config)["optimizer"]
+    counted = analytic_step.analytic_memory(config)["optimizer"]
     assert sum(leaf.size * 4 for leaf in held if leaf.ndim > 1 or leaf.size > 3) == counted

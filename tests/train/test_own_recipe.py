@@ -11,13 +11,13 @@ import pytest
 from tiny import tiny
 
 import halfbyte as hb
-from halfbyte.inputs.programs import NotNamed, only_named
-from halfbyte.parity.plan import load_plan
-from halfbyte.recipe.own import pin, refuse_changed, same_program
-from halfbyte.train import CheckpointConfig, phases, resolve
-from halfbyte.train.jsonconfig import to_dict
-from halfbyte.train.reading import open_directory
-from halfbyte.train.resume import completed
+from halfbyte.io.dataclass_json import to_dict
+from halfbyte.io.trusted_programs import UntrustedProgramError, trust_only_named_programs
+from halfbyte.recipes.user_recipes import check_program_unchanged, is_same_program, pin_to_digest
+from halfbyte.study.study_plan import load_plan
+from halfbyte.train import CheckpointConfig, phases, resolve_policy
+from halfbyte.train.resume import fill_new_fields
+from halfbyte.train.run_directory import open_run_directory
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -75,13 +75,13 @@ def test_nothing_that_a_stored_config_names_is_executed(tmp_path, field, form):
     (tmp_path / "run" / "plan.json").write_text(json.dumps(plan))
     with contextlib.suppress(ValueError):
         load_plan(tmp_path / "run")
-    completed(values)
+    fill_new_fields(values)
     assert not (tmp_path / "executed").exists()
 
 
 def compute_with(run):
-    config = open_directory(run).config
-    resolve(config.model, config.policy, phases(config)[-1].recipe)
+    config = open_run_directory(run).config
+    resolve_policy(config.model, config.policy, phases(config)[-1].recipe)
 
 
 def test_a_program_runs_where_the_command_names_it_with_the_hash_that_the_run_keeps(tmp_path):
@@ -91,15 +91,15 @@ def test_a_program_runs_where_the_command_names_it_with_the_hash_that_the_run_ke
     stored = f"{tmp_path}/gone/mine.py:half@{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
     moved.parent.mkdir()
     shutil.move(file, moved)
-    with pytest.raises(NotNamed):
+    with pytest.raises(UntrustedProgramError):
         hb.recipe(stored)
-    with only_named(["train", "--recipe", f"{moved}:half"]):
-        assert hb.recipe(stored).name == stored and same_program(stored, pin(f"{moved}:half"))
-    refuse_changed(stored, f"{moved}:half")
+    with trust_only_named_programs(["train", "--recipe", f"{moved}:half"]):
+        assert hb.recipe(stored).name == stored and is_same_program(stored, pin_to_digest(f"{moved}:half"))
+    check_program_unchanged(stored, f"{moved}:half")
     moved.write_text(FILE + "\n# changed\n")
     with pytest.raises(ValueError, match="has changed since"):
-        refuse_changed(stored, f"{moved}:half")
-    with only_named(["--policy", f"all_linear; layers[-1:]={moved}:half"]):
+        check_program_unchanged(stored, f"{moved}:half")
+    with trust_only_named_programs(["--policy", f"all_linear; layers[-1:]={moved}:half"]):
         assert hb.recipe(f"{moved}:half").name.startswith(str(moved))
 
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from halfbyte.recipe import blend, recipe
-from halfbyte.recipe.blends import BACKWARD, FORWARD
-from halfbyte.runs import run_config
+from halfbyte.recipes import mix_recipes, recipe
+from halfbyte.recipes.presets import BACKWARD_ROLES, FORWARD_ROLES
 from halfbyte.train import PrecisionConfig, phases
-from halfbyte.train.precision import phase_at
+from halfbyte.train.precision_phases import phase_at
+from halfbyte.train.run_presets import run_config
 
 
 def with_switch(**options):
@@ -30,16 +30,16 @@ def test_switch_by_fraction_or_step(at, step):
 
 
 def test_forward_alone_takes_the_forward_operands():
-    mixed = blend(recipe("nvfp4"), recipe("bf16"), "forward")
-    assert all(getattr(mixed, role) == getattr(recipe("bf16"), role) for role in FORWARD)
-    assert all(getattr(mixed, role) == getattr(recipe("nvfp4"), role) for role in BACKWARD)
+    mixed = mix_recipes(recipe("nvfp4"), recipe("bf16"), "forward")
+    assert all(getattr(mixed, role) == getattr(recipe("bf16"), role) for role in FORWARD_ROLES)
+    assert all(getattr(mixed, role) == getattr(recipe("nvfp4"), role) for role in BACKWARD_ROLES)
     assert mixed.name == "nvfp4+bf16_forward"
 
 
 def test_backward_alone_takes_the_backward_operands():
-    mixed = blend(recipe("nvfp4"), recipe("bf16"), "backward")
-    assert all(getattr(mixed, role) == getattr(recipe("nvfp4"), role) for role in FORWARD)
-    assert all(getattr(mixed, role) == getattr(recipe("bf16"), role) for role in BACKWARD)
+    mixed = mix_recipes(recipe("nvfp4"), recipe("bf16"), "backward")
+    assert all(getattr(mixed, role) == getattr(recipe("nvfp4"), role) for role in FORWARD_ROLES)
+    assert all(getattr(mixed, role) == getattr(recipe("bf16"), role) for role in BACKWARD_ROLES)
 
 
 def test_a_switch_past_the_end_is_refused():

@@ -6,19 +6,29 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from halfbyte.devices import device
-from halfbyte.models import gemm_sites
+from halfbyte.devices import device_by_name
+from halfbyte.models import linear_shapes
 from halfbyte.ops.activation import SILU
-from halfbyte.recipe import GEMMS, recipe
-from halfbyte.runs import run_config
-from halfbyte.train import PrecisionConfig, build_manifest, phases, precision_manifest, run_mesh, session, table
-from halfbyte.train.manifest_table import caption, makers, served
+from halfbyte.recipes import GEMM_ROLES, recipe
+from halfbyte.train import (
+    PrecisionConfig,
+    build_precision_manifest,
+    manifest_table,
+    phases,
+    precision_manifest,
+    run_mesh,
+    session,
+)
+from halfbyte.train.preflight import backend_summary, manifest_caption, pass_summary
+from halfbyte.train.run_presets import run_config
 
 
 def manifest_of(name, where, **changes):
     config = dataclasses.replace(run_config(name), **changes)
     (phase, *_) = phases(config)
-    return build_manifest(config, phase.resolved(config), phase.recipe, seq=config.seq, device=device(where))
+    return build_precision_manifest(
+        config, phase.resolved(config), phase.recipe, seq=config.seq, device=device_by_name(where)
+    )
 
 
 @pytest.mark.parametrize("name, share", [("llama3-8b", 0.657), ("llama3.1-405b", 0.784)])
@@ -49,12 +59,14 @@ def test_what_happens_to_x_beside_its_operand_is_written():
 def test_a_run_without_a_mesh_is_described_on_the_mesh_that_it_gets():
     """fsdp over all devices, which cuts weights where they rest, here over the eight of the test run."""
     config = run_config("llama3-8b")
-    site = gemm_sites(config.model, config.batch, config.seq)[0]
+    site = linear_shapes(config.model, config.batch, config.seq)[0]
     default, named = (
-        precision_manifest._problem(site, recipe("nvfp4"), dataclasses.replace(config, mesh=mesh), device("h200"))
+        precision_manifest._problem(
+            site, recipe("nvfp4"), dataclasses.replace(config, mesh=mesh), device_by_name("h200")
+        )
         for mesh in ("", f"fsdp={run_mesh(config).size}")
     )
-    assert default == named and max(named.parts) == 8
+    assert default == named and max(named.weight_shards) == 8
 
 
 @pytest.mark.parametrize("where", ["h200", "gb300"])
@@ -68,8 +80,8 @@ def test_who_computes_the_norms_is_written_with_the_reason(where):
     assert looped.norms.startswith("xla: ") and "stacks" in looped.norms
     assert manifest_of("llama3-8b", where, remat="none", unroll=2).norms == looped.norms
     assert "8192" in wide.norms
-    assert looped.norms in caption(looped)
-    assert "norms" not in caption(manifest_of("demo", "cpu"))
+    assert looped.norms in manifest_caption(looped)
+    assert "norms" not in manifest_caption(manifest_of("demo", "cpu"))
 
 
 def test_every_operand_is_named():
@@ -85,12 +97,12 @@ def test_fp8_runs_in_fp8_on_hopper():
     manifest = manifest_of("llama3-8b", "h200", recipe="fp8", policy="all_linear")
     assert manifest.share_4bit == 0
     assert manifest.share_by_multiplier["fp8"] > 0.75
-    peak = device("h200").peak
-    assert peak["bf16"] < manifest.peak(device("h200")) < peak["fp8"]
+    peak = device_by_name("h200").peak
+    assert peak["bf16"] < manifest.peak(device_by_name("h200")) < peak["fp8"]
 
 
 def test_peak_is_unknown_on_a_cpu():
-    assert manifest_of("demo", "cpu").peak(device("cpu")) is None
+    assert manifest_of("demo", "cpu").peak(device_by_name("cpu")) is None
 
 
 def test_policy_paper_splits_layers():
@@ -108,21 +120,30 @@ def test_what_xla_does_of_a_linear_is_written_as_such():
     """On an H200 the demo's sizes are too small for the GEMM kernel in two of three; on a mesh XLA makes weights."""
     gate = next(site for site in manifest_of("demo", "h200").sites if site.path == "layers/mlp/gate")
     left = [name for name, gemm in gate.gemms.items() if gemm.multiplied_by == "xla"]
-    assert served(gate.backend, gate.gemms) == f"fused; {' '.join(left)} by xla" and left
-    assert makers(gate.gemms) == "fused"
+    assert backend_summary(gate.backend, gate.gemms) == f"fused; {' '.join(left)} by xla" and left
+    assert pass_summary(gate.gemms) == "fused"
     mixed = {
         name: dataclasses.replace(gemm, made_by=("fused", "xla")) if name == "dgrad" else gemm
         for name, gemm in gate.gemms.items()
     }
-    assert makers(mixed) == "fprop wgrad: fused; dgrad: fused+xla"
+    assert pass_summary(mixed) == "fprop wgrad: fused; dgrad: fused+xla"
 
 
 def test_the_table_fits_eighty_columns(capsys):
-    Console(width=80).print(table(manifest_of("llama3.1-405b", "gb300")))
+    Console(width=80).print(manifest_table(manifest_of("llama3.1-405b", "gb300")))
     out = capsys.readouterr().out
     assert "78.4% of FLOPs in 4 bits" in out
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_table_names_a_backend_once(capsys):
+    """`emulated` is both the way a GEMM runs and the name of its backend."""
+    Console(width=80).print(manifest_table(manifest_of("demo", "cpu")))
+    out = capsys.readouterr().out
+    assert "emulated" in out and "emulated (emulated)" not in out
+    Console(width=80).print(manifest_table(manifest_of("llama3-8b", "h200")))
+    assert "emulated (fused" in capsys.readouterr().out
 
 
 def test_native_linears_are_compared_under_their_own_recipes(monkeypatch):
@@ -132,11 +153,11 @@ def test_native_linears_are_compared_under_their_own_recipes(monkeypatch):
 
     def agree(sites):
         asked.extend(sites)
-        return {path: dict.fromkeys(GEMMS, 0.0) for path, _, _ in sites}
+        return {path: dict.fromkeys(GEMM_ROLES, 0.0) for path, _, _ in sites}
 
-    monkeypatch.setattr(session, "native_sites_agree", agree)
+    monkeypatch.setattr(session, "compare_native_linears", agree)
     started = SimpleNamespace(config=config, preflight=SimpleNamespace(manifests=[manifest]), say=said.append)
-    session.check_native_gemms(started)
+    session.selftest_native_gemms(started)
     recipes = {path: recipe.name for path, recipe, _ in asked}
     sizes = {site.path: site.on_device for site in manifest.sites}
     assert all(size == sizes[path.split(",")[0]] for path, _, size in asked)
@@ -149,7 +170,7 @@ def test_native_linears_are_compared_under_their_own_recipes(monkeypatch):
 
 
 def test_experts_on_blackwell_are_native_and_compared_at_their_own_sizes(monkeypatch):
-    """Where a kernel serves; `carrier` by name is the loop of tiles."""
+    """Where a kernel serves; `emulated` by name is the loop of tiles."""
     config = run_config("qwen3-30b-a3b")
     manifest, said, asked = manifest_of("qwen3-30b-a3b", "gb300", policy=config.policy), [], []
     sites = {site.path: site for site in manifest.sites if "expert_" in site.path}
@@ -161,20 +182,20 @@ def test_experts_on_blackwell_are_native_and_compared_at_their_own_sizes(monkeyp
 
     def agree(recipe, *, sides, site):
         asked.append((recipe.name, sides, site.split(",")[0].rpartition("_")[2]))
-        return dict.fromkeys(GEMMS, 0.0)
+        return dict.fromkeys(GEMM_ROLES, 0.0)
 
-    monkeypatch.setattr(session, "native_experts_agree", agree)
+    monkeypatch.setattr(session, "compare_native_grouped_gemms", agree)
     started = SimpleNamespace(config=config, preflight=SimpleNamespace(manifests=[manifest]), say=said.append)
-    session.check_native_gemms(started)
+    session.selftest_native_gemms(started)
     assert asked == [("nvfp4", (2048, 768), "up"), ("nvfp4", (768, 2048), "down")]  # gate is as up is
     assert said[0].startswith("comparing") and len(said) == 2  # before a program that has never run anywhere
-    assert "native nvfp4 GEMMs of experts against carrier passed" in said[1]
+    assert "native nvfp4 GEMMs of experts against backend emulated passed" in said[1]
 
 
 @pytest.mark.parametrize(
     "device, backend, recipe, passed",
     [
-        ("gb300", "carrier", "nvfp4", None), ("gb300", "auto", "mxfp8", "NVFP4 kernels"),
+        ("gb300", "emulated", "nvfp4", None), ("gb300", "auto", "mxfp8", "NVFP4 kernels"),
         ("h200", "auto", "nvfp4", None), ("h200", "auto", "fp8", None),
     ],
 )  # fmt: skip
@@ -203,9 +224,9 @@ def test_layers_in_a_loop_s_stacks_are_compared_under_their_own_recipes(monkeypa
         assert len(recipes) == 3 and activation is SILU
         return True
 
-    monkeypatch.setattr(session, "check_stacks", check)
+    monkeypatch.setattr(session, "stacked_residuals_match_reference", check)
     started = SimpleNamespace(config=config, manifest_of=lambda phase: manifest, say=said.append)
-    session.check_stacks_of_loops(started, phases(config))
+    session.check_stacked_residuals_of_loops(started, phases(config))
     assert found == asked
     assert len(said) == len(asked)
     assert all(f"that {backend} keeps" in line for (_, backend), line in zip(asked, said, strict=True))

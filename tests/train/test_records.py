@@ -5,11 +5,11 @@ import json
 import pytest
 from tiny import tiny
 
-from halfbyte.checkpoint import Checkpoints
+from halfbyte.checkpoint import CheckpointManager
+from halfbyte.io.dataclass_json import to_dict
 from halfbyte.train import create_state, run_mesh
-from halfbyte.train.jsonconfig import to_dict
-from halfbyte.train.resume import begin
-from halfbyte.train.session import dropped_rows
+from halfbyte.train.resume import resume_or_initialize
+from halfbyte.train.session import count_discarded_rows
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -29,11 +29,13 @@ def state():
 
 
 def started(folder, state, extra):
-    with_record = Checkpoints(folder, say=lambda text: None)
+    with_record = CheckpointManager(folder, say=lambda text: None)
     with_record.save(2, state.items(), extra=extra)
     with_record.wait()
     try:
-        return begin(CONFIG, run_mesh(CONFIG), with_record, content="synthetic", allow=False, say=lambda text: None)
+        return resume_or_initialize(
+            CONFIG, run_mesh(CONFIG), with_record, content="synthetic", allow=False, say=lambda text: None
+        )
     finally:
         with_record.close()
 
@@ -61,5 +63,5 @@ def test_rows_that_are_missing_before_a_checkpoint_are_said(tmp_path):
     session = Session(tmp_path)
     rows = [{"step": step} for step in (*range(1, 21), 38, 39)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert dropped_rows(session, 37) == rows[-2:] and "17 of the 37 steps" in session.said[0]
-    assert dropped_rows(session, 20) == rows[-2:] and len(session.said) == 1
+    assert count_discarded_rows(session, 37) == rows[-2:] and "17 of the 37 steps" in session.said[0]
+    assert count_discarded_rows(session, 20) == rows[-2:] and len(session.said) == 1

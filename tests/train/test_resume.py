@@ -12,10 +12,9 @@ from runner import Runner, final_checksums, finish, losses
 from servers import served
 from tiny import MODEL, ONE_LINEAR, tiny
 
-from halfbyte.checkpoint import copying
-from halfbyte.checkpoint.objects import Objects
-from halfbyte.optim import OptimizerConfig
-from halfbyte.train import CheckpointConfig, LossScaleConfig
+from halfbyte.checkpoint import bucket_copy
+from halfbyte.checkpoint.object_store import Objects
+from halfbyte.train import CheckpointConfig, LossScaleConfig, OptimizerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +96,7 @@ def test_killed_copied_stopped_and_damaged(whole, bucket, tmp_path):
 
     # Elsewhere it goes on.
     run = tmp_path / "elsewhere"
-    assert copying.fetch(bucket.url, run, step=None, say=print)["step"] == len(losses(run))
+    assert bucket_copy.fetch(bucket.url, run, step=None, say=print)["step"] == len(losses(run))
     as_if_never_stopped(runner, run, reference, *copied)
     assert STEPS in steps_in(bucket)
 
@@ -111,7 +110,7 @@ def test_killed_copied_stopped_and_damaged(whole, bucket, tmp_path):
 
 def steps_in(bucket):
     """The steps of the checkpoints that the bucket's head lists."""
-    head, _ = copying.read_head(Objects(bucket.url))
+    head, _ = bucket_copy.read_head(Objects(bucket.url))
     return set(map(int, head["checkpoints"])) if head else set()
 
 

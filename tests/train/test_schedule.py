@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.optim import OptimizerConfig, learning_rate
+from halfbyte.train import OptimizerConfig, learning_rate_schedule
 
 
 def rates(steps=100, **options):
-    schedule = learning_rate(OptimizerConfig(learning_rate=1.0, **options), steps)
+    schedule = learning_rate_schedule(OptimizerConfig(learning_rate=1.0, **options), steps)
     return np.array([float(schedule(jnp.int32(step))) for step in range(steps)])
 
 
@@ -41,4 +41,4 @@ def test_one_step_run():
 
 def test_warmup_longer_than_the_run():
     with pytest.raises(ValueError, match=r"optimizer\.warmup of 200 steps"):
-        learning_rate(OptimizerConfig(warmup=200), 100)
+        learning_rate_schedule(OptimizerConfig(warmup=200), 100)

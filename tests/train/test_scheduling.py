@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from halfbyte.train.scheduling import PROFILE, Scheduling
+from halfbyte.train.train_step import PROFILE, StepScheduling
 
 STEP = """HloModule jit_step, is_scheduled=true
 
@@ -46,37 +46,37 @@ def on(tmp_path, monkeypatch):
 
 def test_a_step_is_compiled_twice_and_the_next_start_once(on):
     first, again, told = Lowered(), Lowered(), []
-    Scheduling(on(), say=told.append).compile(first)
-    Scheduling(on(), say=told.append).compile(again)
+    StepScheduling(on(), say=told.append).compile(first)
+    StepScheduling(on(), say=told.append).compile(again)
     plain, ordered = first.given
     assert plain is None and re.fullmatch(r'costs \{ name: "dot.1" cost_us: [\d.]+ \}\n', ordered)
     assert again.given == [ordered] and len(told) == 1
 
 
 def test_a_damaged_file_counts_as_none(on, tmp_path):
-    Scheduling(on(), say=lambda _: None).compile(Lowered())
+    StepScheduling(on(), say=lambda _: None).compile(Lowered())
     for kept in (tmp_path / "schedule").glob("*.json"):
         kept.write_bytes(kept.read_bytes().replace(b"dot", b"not"))
     again = Lowered()
-    Scheduling(on(), say=lambda _: None).compile(again)
+    StepScheduling(on(), say=lambda _: None).compile(again)
     assert len(again.given) == 2 and "dot.1" in again.given[1]
 
 
 @pytest.mark.parametrize("given", [{"count": 1}, {"platform": "cpu"}, {"by": "xla"}])
 def test_where_nothing_is_ordered_nothing_is_compiled_twice(on, given):
     by, lowered, told = given.pop("by", "roofline"), Lowered(), []
-    Scheduling(on(**given), by, say=told.append).compile(lowered)
+    StepScheduling(on(**given), by, say=told.append).compile(lowered)
     assert lowered.given == [None] and not told
 
 
 def test_xlas_own_guess_is_never_taken_silently(on, monkeypatch):
     told = []
-    Scheduling(on(kind="NVIDIA Unheard"), say=told.append).compile(Lowered())
-    Scheduling(on(), say=told.append).compile(
+    StepScheduling(on(kind="NVIDIA Unheard"), say=told.append).compile(Lowered())
+    StepScheduling(on(), say=told.append).compile(
         Lowered(STEP.replace("dot(%x, %x)", 'custom-call(%x), custom_call_target="?"'))
     )
     monkeypatch.setenv("XLA_FLAGS", f"--{PROFILE}=/mine")
-    Scheduling(on(), say=told.append).compile(Lowered())
+    StepScheduling(on(), say=told.append).compile(Lowered())
     assert sum("own guess" in line for line in told) == 3
 
 
@@ -90,7 +90,7 @@ def test_another_profile_has_another_path(on):
         )[1],
     )  # fmt: skip
     for kind in ("NVIDIA H200", "NVIDIA GB300"):
-        Scheduling(on(kind), say=lambda _: None).compile(listening)
+        StepScheduling(on(kind), say=lambda _: None).compile(listening)
     used = [Path(path) for path in paths if path]
     assert len(set(used)) == 2
     assert all(path.stem == hashlib.sha256(path.read_bytes()).hexdigest()[:32] for path in used)
@@ -101,8 +101,8 @@ def test_ranks_take_the_times_of_the_first(on, monkeypatch):
     shared = {"known": True, "times": {"dot.1": 7.0}}
     monkeypatch.setattr("jax.process_index", lambda: 1)
     lowered = Lowered()
-    Scheduling(on(), share=lambda topic, value: {0: shared[topic], 1: value}, say=lambda _: None).compile(lowered)
+    StepScheduling(on(), share=lambda topic, value: {0: shared[topic], 1: value}, say=lambda _: None).compile(lowered)
     assert lowered.given == ['costs { name: "dot.1" cost_us: 7.0 }\n']
     shared["known"] = False
-    Scheduling(on(), share=lambda topic, value: {0: shared[topic], 1: value}, say=lambda _: None).compile(lowered)
+    StepScheduling(on(), share=lambda topic, value: {0: shared[topic], 1: value}, say=lambda _: None).compile(lowered)
     assert lowered.given[1:] == [None, lowered.given[0]]

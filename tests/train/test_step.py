@@ -12,16 +12,21 @@ from tiny import ONE_LINEAR, tiny
 
 from halfbyte import models
 from halfbyte.formats import NVFP4, quantize
-from halfbyte.train import LossScaleConfig, PrecisionConfig, create_state, jit_train_step, phases
-from halfbyte.train import run_mesh as mesh_of
-from halfbyte.train.scaling import next_scaler
-from halfbyte.train.source import open_source, to_mesh
-from halfbyte.train.step import NOT_AHEAD, compile_train_step, compiler_options, gradients, microbatches
+from halfbyte.train import LossScaleConfig, PrecisionConfig, create_state, jit_train_step, phases, run_mesh
+from halfbyte.train.batch_source import make_global_batch, open_batch_source
+from halfbyte.train.dynamic_scaling import update_loss_scale
+from halfbyte.train.train_step import (
+    NO_GATHER_PIPELINING,
+    compile_train_step,
+    compiler_options,
+    gradients,
+    split_microbatches,
+)
 
 
 @functools.cache
 def prepared(config):
-    mesh = mesh_of(config, jax.devices()[:1])
+    mesh = run_mesh(config, jax.devices()[:1])
     step = jit_train_step(config, phases(config)[0].resolved(config), mesh)
     return mesh, step
 
@@ -30,10 +35,10 @@ def run(config, steps=2, batches=None):
     """(state, list of metrics) after some steps from a fresh state."""
     mesh, step = prepared(config)
     state, metrics = create_state(config, mesh), []
-    loader = open_source(config).loader(mesh)
+    loader = open_batch_source(config).loader(mesh)
     for number in range(steps):
         rows = next(loader) if batches is None else batches[number]
-        state, found = step(state, to_mesh(rows, mesh, batch=config.batch))
+        state, found = step(state, make_global_batch(rows, mesh, batch=config.batch))
         metrics.append({name: float(value) for name, value in found.items()})
     loader.close()
     return state, metrics
@@ -46,7 +51,7 @@ def equal(a, b):
 @pytest.mark.slow
 def test_microbatches_keep_rows_on_their_device():
     batch = {"tokens": jnp.arange(8)[:, None] * jnp.ones((1, 3), jnp.int32)}
-    split = microbatches(batch, 2)["tokens"]
+    split = split_microbatches(batch, 2)["tokens"]
     assert split.shape == (2, 4, 3)
     assert split[1, :, 0].tolist() == [1, 3, 5, 7]
 
@@ -55,11 +60,11 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
     """Uneven numbers of scored tokens: a mean of means would be off by a factor of eight in some rows."""
     whole = tiny(recipe="bf16", z_loss=1e-3, precision=PrecisionConfig(compute_dtype="float32"))
     cut = dataclasses.replace(whole, accumulate=4)
-    mesh = mesh_of(whole, jax.devices()[:1])
+    mesh = run_mesh(whole, jax.devices()[:1])
     state = create_state(whole, mesh)
-    rows = next(open_source(whole).loader(mesh))
+    rows = next(open_batch_source(whole).loader(mesh))
     few = (np.arange(8)[:, None] % 4 == 1) & (np.arange(32)[None, :] < 29)
-    batch = to_mesh({**rows, "targets": np.where(few, -1, rows["targets"])}, mesh, batch=8)
+    batch = make_global_batch({**rows, "targets": np.where(few, -1, rows["targets"])}, mesh, batch=8)
 
     def grads(config):
         resolved = phases(config)[0].resolved(config)
@@ -110,8 +115,8 @@ def test_overflow_skips_the_step_and_halves():
     state = create_state(SCALED, mesh)
     state = dataclasses.replace(state, params={**state.params, "head": state.params["head"] * 1e34})
     before = jax.device_get(state)
-    rows = next(open_source(SCALED).loader(mesh))
-    state, metrics = step(state, to_mesh(rows, mesh, batch=8))
+    rows = next(open_batch_source(SCALED).loader(mesh))
+    state, metrics = step(state, make_global_batch(rows, mesh, batch=8))
     assert not np.isfinite(float(metrics["grad_norm"]))
     assert equal(before.params, state.params)
     assert equal(before.optimizer, state.optimizer)
@@ -125,11 +130,12 @@ def test_scale_grows_after_good_steps_and_is_bounded():
     scaler = {"scale": jnp.float32(4.0), "good_steps": jnp.int32(0), "skipped": jnp.int32(0)}
     seen = []
     for finite in (True, True, True, False, True, True):
-        scaler = next_scaler(config, scaler, jnp.asarray(finite))
+        scaler = update_loss_scale(config, scaler, jnp.asarray(finite))
         seen.append((float(scaler["scale"]), int(scaler["good_steps"])))
     assert seen == [(4.0, 1), (8.0, 0), (8.0, 1), (4.0, 0), (4.0, 1), (8.0, 0)]
     assert (
-        float(next_scaler(config, {**scaler, "scale": jnp.float32(2.0**-24)}, jnp.asarray(False))["scale"]) == 2.0**-24
+        float(update_loss_scale(config, {**scaler, "scale": jnp.float32(2.0**-24)}, jnp.asarray(False))["scale"])
+        == 2.0**-24
     )
 
 
@@ -175,8 +181,8 @@ def test_gathers_ahead_are_off_where_a_layer_would_be_computed_twice(remat, axes
     mesh = SimpleNamespace(devices=np.array([gpu]), size=8, shape=axes)
     config = tiny(recipe="nvfp4", remat=remat)
     found = compiler_options(config, mesh, phases(config)[0].resolved(config))
-    assert len(NOT_AHEAD.keys() & found.keys()) == (not ahead)  # by the name that this XLA has for it
+    assert len(NO_GATHER_PIPELINING.keys() & found.keys()) == (not ahead)  # by the name that this XLA has for it
     routed = dataclasses.replace(config, model=models.preset("moe-demo"))  # logits are gathered on every mesh
     found = compiler_options(routed, mesh, phases(config)[0].resolved(config))
-    assert len(NOT_AHEAD.keys() & found.keys()) == (remat == "full")
+    assert len(NO_GATHER_PIPELINING.keys() & found.keys()) == (remat == "full")
     jax.jit(jnp.negative).lower(1.0).compile(compiler_options=found)  # XLA knows them

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from tiny import MODEL, tiny
 
-from halfbyte.data import loading, prepare
+from halfbyte.data import batch_loader, prepare
 from halfbyte.train import CheckpointConfig, ValidationConfig, train
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -50,13 +50,13 @@ class Fails:
 @pytest.mark.parametrize("error", [None, RuntimeError("it fails"), KeyboardInterrupt()], ids=str)
 def test_a_run_leaves_no_thread(config, tmp_path, monkeypatch, error, until):
     """None of ours or of Grain at once, though its source is slow here and a read is always in progress; then none."""
-    read = loading.RowSource.__getitem__
+    read = batch_loader.GrainRowSource.__getitem__
 
     def slowly(self, index):
         time.sleep(0.02)
         return read(self, index)
 
-    monkeypatch.setattr(loading.RowSource, "__getitem__", slowly)
+    monkeypatch.setattr(batch_loader.GrainRowSource, "__getitem__", slowly)
     before = set(threading.enumerate())
     console = Console(file=io.StringIO())
     if error is None:

@@ -4,7 +4,7 @@ import importlib.machinery
 import sys
 from types import ModuleType, SimpleNamespace
 
-from halfbyte.metrics import WandB
+from halfbyte.train import WandbSink
 
 
 def test_a_run_keeps_its_id_and_needs_init_alone(tmp_path, monkeypatch):
@@ -18,7 +18,7 @@ def test_a_run_keeps_its_id_and_needs_init_alone(tmp_path, monkeypatch):
     module.__spec__, module.init = importlib.machinery.ModuleSpec("wandb", None), init
     monkeypatch.setitem(sys.modules, "wandb", module)
     for step in (1, 2):
-        sink = WandB("project", name="run", directory=tmp_path, config={"steps": 2})
+        sink = WandbSink("project", name="run", directory=tmp_path, config={"steps": 2})
         sink.write({"step": step, "loss": 1.5})
         sink.close()
     assert asked[0]["id"] == asked[1]["id"] == (tmp_path / "wandb_id").read_text()

@@ -3,8 +3,7 @@
 import dataclasses
 
 from halfbyte.models import LlamaConfig
-from halfbyte.optim import OptimizerConfig
-from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig
+from halfbyte.train import CheckpointConfig, LogConfig, OptimizerConfig, TrainConfig, ValidationConfig
 
 MODEL = LlamaConfig(
     name="tiny", vocab_size=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64

@@ -1,8 +1,8 @@
-"""A run directory copied to a bucket while the run trains (`train --copy-to URL`), and fetched from there.
+"""Copies a run directory to a bucket while the run trains (`train --copy-to URL`), and fetches it from there.
 
-One object under the URL is ever replaced, by compare and swap: the head, which lists all others. Those are stored under
-the run's name, with the sha256 of their content in their own, and are only created: first the parts of files, then the
-head that lists them. A kill at any moment leaves a head whose objects are all there.
+Only one object under the URL is ever replaced, by compare and swap: the head, which lists all others. Those are stored
+under the run's name, with the sha256 of their content in their own, and are only created: first the parts of files,
+then the head that lists them. A kill at any moment leaves a head whose objects all exist.
 """
 
 import base64
@@ -21,19 +21,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from halfbyte.inputs import check_run_name, no_follow, parse_json, printable, regular, replace_file
-
-from .beside import reading
-from .files import FILE_LIST, check_file_list, write_file_list
-from .lock import LOCK, RunLock
-from .objects import ObjectChanged, Objects
-from .record import UnreadableCheckpoint, one_line
+from halfbyte.checkpoint.checkpoint_record import (
+    FILE_LIST,
+    CheckpointReadError,
+    check_file_list,
+    shorten_error,
+    write_file_list,
+)
+from halfbyte.checkpoint.locks import LOCK_FILE, RunLock, hold_for_reading
+from halfbyte.checkpoint.object_store import ObjectChanged, Objects
+from halfbyte.io import (
+    atomic_write,
+    check_run_name,
+    escape_control_chars,
+    open_no_follow,
+    open_regular_file,
+    parse_json,
+)
 
 HEAD, OLD_HEAD = "halfbyte-copy.json", "head.json"  # the second: of versions whose runs lived in buckets
 FIELDS = {"run": str, "session": str, "writer": str, "where": str, "files": dict, "checkpoints": dict, "delete": dict}
 NAME = "copy-name"  # in the run directory: tells it, with its inode, from a copy made by hand
 DIGEST, STEP = re.compile("[0-9a-f]{64}"), re.compile("0|[1-9][0-9]{0,17}")
-NOT_COPIED = {"checkpoints", "damaged", "profile", "wandb", LOCK, NAME}
+NOT_COPIED = {"checkpoints", "damaged", "profile", "wandb", LOCK_FILE, NAME}
 PART, GROWING_PART = 32 << 20, 1 << 20  # bytes; of a growing file the last part is sent again
 MAX_PART, MAX_HEAD = 1 << 30, 256 << 20  # bytes that are read at most
 MAX_DEPTH = 32  # directories of a path; Python's functions for trees of directories recurse
@@ -49,9 +59,9 @@ def sha256(data: bytes) -> str:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path stays inside of a run directory, on one line and MAX_DEPTH deep at most."""
+    """Returns True if a path stays inside of a run directory, is one line and at most MAX_DEPTH deep."""
     names = path.split("/")
-    is_plain = printable(path) == path and "\n" not in path
+    is_plain = escape_control_chars(path) == path and "\n" not in path
     return is_plain and len(names) <= MAX_DEPTH and not {*names} & {"", ".", ".."}
 
 
@@ -103,7 +113,7 @@ class Copy:
         for mark in directory.glob("checkpoints/*/_CHECKPOINT_METADATA"):  # Orbax has committed this one
             if STEP.fullmatch(mark.parent.name) and not (mark.parent / FILE_LIST).exists():  # killed before its list
                 self._waiting.add(mark.parent.name)
-                with suppress(OSError, UnreadableCheckpoint):  # `close` reports that it was not copied
+                with suppress(OSError, CheckpointReadError):  # `close` reports that it was not copied
                     write_file_list(mark.parent)
         self._end, self._thread = threading.Event(), threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -120,7 +130,7 @@ class Copy:
         head: dict[str, Any] = found or {name: kind() for name, kind in FIELDS.items()} | {"run": self._run}
         name = self._directory / NAME
         if not name.exists():
-            replace_file(name, uuid.uuid4().hex)
+            atomic_write(name, uuid.uuid4().hex)
         if not (writer := self._writer()):
             raise ValueError(f"{name} is not a file; remove it, and the run gets another one")
         if head["session"] and head["writer"] != writer and not take_over:
@@ -137,7 +147,7 @@ class Copy:
         return head
 
     def _writer(self) -> str:
-        """Identifies the run directory: a copy of it made by hand has another inode. Returns "" if it is gone."""
+        """Identifies the run directory: a manual copy of it has another inode. Returns "" if it was removed."""
         name = self._directory / NAME
         with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return f"{name.read_bytes()[:32].hex()}-{name.stat().st_ino}"
@@ -190,7 +200,7 @@ class Copy:
                 is_done = isinstance(error, ObjectChanged) or is_late
                 then = "this process copies nothing more" if is_done else f"tried again every {RETRY_S:.0f} s"
                 if is_done or not self._failing:
-                    self._say(f"COPY: {one_line(error)}; training goes on, {then}")
+                    self._say(f"COPY: {shorten_error(error)}; training goes on, {then}")
                 self._failing = True
                 time.sleep(RETRY_S if is_end and not is_done else 0)
 
@@ -202,12 +212,12 @@ class Copy:
         self._check_directory()
         while new := [step for step in self._checkpoints() if step in self._waiting]:
             folder = self._directory / "checkpoints" / new[-1]  # the newest first: the run removes older ones
-            with reading(folder):  # but not this one, now
+            with hold_for_reading(folder):  # but not this one, now
                 check_file_list(folder)
                 paths = [*folder.rglob("*")]
                 if bad := [path for path in paths if path.is_symlink() or not is_inside(self._name(path))]:
                     what = "is a symbolic link or has an unprintable name, and is not copied; put a plain file there"
-                    raise ValueError(f"{printable(str(bad[0]))!r} {what}")
+                    raise ValueError(f"{escape_control_chars(str(bad[0]))!r} {what}")
                 copied = self._upload(paths, PART)
             checkpoints = self._head["checkpoints"] | {new[-1]: copied}
             kept = {*sorted(checkpoints, key=int)[-self._keep :], *self._checkpoints()}  # all of them without `keep`
@@ -229,7 +239,7 @@ class Copy:
         return steps
 
     def _is_copied(self, step: str, head: dict[str, Any]) -> bool:
-        """Whether a checkpoint is in the bucket, and not another one of its step; each has its own list of files."""
+        """Returns True if this checkpoint is in the bucket, not another of its step: each has its own list of files."""
         name = f"checkpoints/{step}/{FILE_LIST}"
         place, parts = self._directory / name, head["checkpoints"].get(step, {}).get(name)
         return bool(parts) and place.exists() and sha256(place.read_bytes()) == parts[0][0]
@@ -245,7 +255,7 @@ class Copy:
         strange = {name for name in names if not is_inside(name)}
         for name in sorted(strange - self._strange):
             limit = f"a name that is not printable, or more than {MAX_DEPTH} directories"
-            self._say(f"COPY: {printable(name)[:200]!r} is not copied; rename it ({limit})")
+            self._say(f"COPY: {escape_control_chars(name)[:200]!r} is not copied; rename it ({limit})")
         self._strange = strange
         plain = [path for name, path in names.items() if name not in strange]
         copied, before = self._upload(plain, GROWING_PART), self._head["files"]
@@ -276,7 +286,7 @@ class Copy:
 
     def _upload_file(self, name: str, part: int) -> list[list[Any]]:
         parts = list[list[Any]]()
-        with open(self._directory / name, "rb", opener=regular) as file:
+        with open(self._directory / name, "rb", opener=open_regular_file) as file:
             while data := file.read(part):
                 key = f"{self._run}/{name}@{(digest := sha256(data))}"
                 if key not in self._there:
@@ -301,7 +311,7 @@ class Copy:
         self._checkpoints()
         here = {path.name for path in self._directory.glob("checkpoints/*")}
         missing = [f"checkpoint {step}" for step in sorted(self._waiting & here, key=int)]
-        missing += [f"file {printable(name)[:200]!r}" for name in sorted(self._strange)]
+        missing += [f"file {escape_control_chars(name)[:200]!r}" for name in sorted(self._strange)]
         missing += ["the last rows and files"] if self._failing else []
         removed = sorted(map(int, self._waiting - here))
         lacks = missing + [f"checkpoint {step}, which the run has removed" for step in removed]
@@ -345,7 +355,7 @@ def _refuse_others(arriving: Path, expected: Set[str]) -> None:
     """Raises ValueError if a download that was resumed holds files or links that are not in the copy."""
     found = (path for path in arriving.rglob("*") if path.is_symlink() or not path.is_dir())
     there = {path.relative_to(arriving).as_posix() for path in found}
-    if other := there - expected - {LOCK}:
+    if other := there - expected - {LOCK_FILE}:
         name = f"{arriving} holds {min(other)!r}, which is not in this copy"
         raise ValueError(f"{name}; give the --step that this download began with, or remove that directory")
 
@@ -356,7 +366,7 @@ def _download(objects: Objects, run: str, path: str, parts: list[list[Any]], arr
     place.parent.mkdir(parents=True, exist_ok=True)
     if place.parent.resolve() != arriving.resolve() / Path(path).parent:
         raise ValueError(f"{place.parent} leads out of {arriving}; remove that directory")
-    with open(place, "r+b" if place.exists() else "x+b", opener=no_follow) as file:
+    with open(place, "r+b" if place.exists() else "x+b", opener=open_no_follow) as file:
         for number, (digest, size, _) in enumerate(parts, 1):
             at = file.tell()
             if sha256(file.read(size)) != digest:

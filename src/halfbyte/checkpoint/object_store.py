@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from halfbyte.later import later
+from halfbyte.checkpoint.checkpoint_record import shorten_error
+from halfbyte.io.lazy_import import lazy_module
 
-from .record import one_line
-
-ts = later("tensorstore")
+ts = lazy_module("tensorstore")
 ABSENT = b"\x02"  # TensorStore's generation of an object that does not exist
 ANSWER_S = 300.0  # per request, with its retries
 RETRIES = {"max_retries": 2, "initial_delay": "200ms", "max_delay": "1s"}
@@ -31,7 +30,9 @@ class Objects:
         try:
             return start().result(timeout=ANSWER_S)
         except (ValueError, OSError, RuntimeError) as error:  # the types of TensorStore's errors, whatever failed
-            raise OSError(errno.EIO, f"the store does not do what is asked ({one_line(error)})", self.url) from error
+            raise OSError(
+                errno.EIO, f"the store does not do what is asked ({shorten_error(error)})", self.url
+            ) from error
 
     def read(self, key: str) -> tuple[bytes | None, bytes]:
         """Returns (content, None if there is no such object; generation)."""

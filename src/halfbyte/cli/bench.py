@@ -18,12 +18,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.interrupting import terminated_as_interrupted
-from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, Result
-from halfbyte.cli.screen import console, table
-from halfbyte.inputs import check_output, check_whole, write_json
+from halfbyte.cli.console import EXIT_FAILED, EXIT_NOT_PASSED, EXIT_OK, CommandResult, console, rich_table
+from halfbyte.cli.terminal_signals import sigterm_as_interrupt
+from halfbyte.io import check_int, validated_output_path, write_json
 
-COLUMNS = (
+BENCH_COLUMNS = (
     "recipe", "remat", "batch", "ms", "tokens/s", "J a step", "tokens/J", "TFLOP/s", "MFU", "vs bf16", "temp GiB",
     "activations", "peak GiB", "GEMM FLOPs in", "linears",
 )  # fmt: skip
@@ -66,53 +65,54 @@ class Args:
     """Write the rows, with device, versions and commit, to this JSON file, as they come."""
 
 
-def run(args: Args) -> Result:
+def run(args: Args) -> CommandResult:
     if args.out is not None:
-        check_output(args.out, flag="--out")
-    mock, settings = prepare(args)
-    from halfbyte import bench, conformance, launch
-    from halfbyte.recipe import recipe
+        validated_output_path(args.out, flag="--out")
+    mock, settings = prepare_environment(args)
+    from halfbyte import distributed, ops
+    from halfbyte.plan import step_timing
+    from halfbyte.recipes import recipe
 
-    say, mocked = printer(mock), mock is not None and mock.mocked
-    conformance.ask_card(say)  # or `auto` would emulate on a card that trains natively
+    say, mocked = make_printer(mock), mock is not None and mock.mocked
+    ops.run_gemm_selftest_once(say)  # or `auto` would emulate on a card that trains natively
     chosen = [recipe(name) for name in args.recipes.split(",")]
     configs = checked_configs(args, [r.name for r in chosen])
     checks: dict[str, dict[str, bool]] = {}
     for r in chosen:
         if r.quantized:
-            found = checks[r.name] = conformance.operands_agree(r)
+            found = checks[r.name] = ops.backends_match_reference(r)
             say(f"bits of {r.name}: " + ", ".join(f"{b} {'equal' if ok else 'DIFFER'}" for b, ok in found.items()))
     passed = all(all(found.values()) for found in checks.values())
-    data: dict[str, Any] = {"args": plain_args(args), "bits": checks, "rows": [], **versions()}
+    data: dict[str, Any] = {"args": plain_args(args), "bits": checks, "rows": [], **bench_versions()}
     data |= {"measured": mock.label if mock else "whole steps", "settings": settings}
-    data |= {"note": launch.MOCK_NOTE} if mocked else {}
-    rows: list[bench.Measured] = []
-    with until_stopped(data, rows):
+    data |= {"note": distributed.MOCK_NOTE} if mocked else {}
+    rows: list[step_timing.StepMeasurement] = []
+    with stop_gracefully(data, rows):
         for config in configs:
             say(f"measuring {config.recipe}, remat {config.remat} ...")
             if args.largest_batch:
-                row = bench.measure_largest(config, seq=seq_of(args), limit=memory_limit(), say=say)
+                row = step_timing.measure_largest(config, seq=seq_of(args), limit=memory_limit(), say=say)
             else:
-                row = bench.measure(config, seq=seq_of(args), steps=args.steps, repeats=args.repeats)
+                row = step_timing.measure_step(config, seq=seq_of(args), steps=args.steps, repeats=args.repeats)
             say(f"{config.recipe}: {f'{row.milliseconds:.1f} ms a step' if row.milliseconds else row.note}")
-            rows.append(bench.without_communication(row) if mocked else row)
-            rows[:] = bench.compare(rows) if passed else rows
+            rows.append(step_timing.as_compute_only(row) if mocked else row)
+            rows[:] = step_timing.with_speed_ratio(rows) if passed else rows
             data["rows"] = [dataclasses.asdict(each) for each in rows]
             write(args, data)
-    console().print(table(COLUMNS, (cells(row, mock) for row in rows), title=title(args, mock)))
+    console().print(rich_table(BENCH_COLUMNS, (bench_cells(row, mock) for row in rows), title=bench_title(args, mock)))
     if mocked:
-        say(f"{launch.MOCK_NOTE}; compare ratios, not milliseconds")
+        say(f"{distributed.MOCK_NOTE}; compare ratios, not milliseconds")
     if not passed:
         say("the operands differ from the definition: no ratio is given, because it would mean nothing")
     write(args, data)
-    return Result(data, FAILED if "stopped" in data else DONE if passed else NOT_PASSED)
+    return CommandResult(data, EXIT_FAILED if "stopped" in data else EXIT_OK if passed else EXIT_NOT_PASSED)
 
 
 @contextlib.contextmanager
-def until_stopped(data: dict[str, Any], rows: Sequence[Any]) -> Iterator[None]:
+def stop_gracefully(data: dict[str, Any], rows: Sequence[Any]) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP end the measuring, not the report of the rows that are there: `data` says so."""
     try:
-        with terminated_as_interrupted():
+        with sigterm_as_interrupt():
             yield
     except KeyboardInterrupt:
         if not rows:
@@ -121,30 +121,31 @@ def until_stopped(data: dict[str, Any], rows: Sequence[Any]) -> Iterator[None]:
         console().print(f"stopped {data['stopped']}", soft_wrap=True)
 
 
-def prepare(args: Args) -> tuple[Any, list[dict[str, Any]]]:
+def prepare_environment(args: Args) -> tuple[Any, list[dict[str, Any]]]:
     """Set what must be set before JAX touches a device: (what --mock-gpus set up or None, what became of settings)."""
-    from halfbyte import launch
+    from halfbyte import distributed
+    from halfbyte.devices import xla_flags
 
-    if args.flags not in launch.FLAG_SETS:
+    if args.flags not in xla_flags.FLAG_SETS:
         raise ValueError(
-            f"flags: no set of XLA flags is called {args.flags!r}. Choose one of {', '.join(launch.FLAG_SETS)}; to "
+            f"flags: no set of XLA flags is called {args.flags!r}. Choose one of {', '.join(xla_flags.FLAG_SETS)}; to "
             "compare several, run the command once per set, each with its --out."
         )
-    gpus = launch.visible_gpus()
+    gpus = xla_flags.visible_gpus()
     several = len(gpus) > 1 or args.mock_gpus > 0
-    settings = launch.recommended(gpus[0], several=several, flags=args.flags) if gpus else ()
-    mock = launch.mock_gpus(args.mock_gpus, os.environ, gpu=bool(gpus)) if args.mock_gpus else None
-    say = printer(mock)
-    applied = launch.apply(settings, os.environ)
+    settings = xla_flags.recommended_flags(gpus[0], several=several, flags=args.flags) if gpus else ()
+    mock = distributed.mock_gpu_topology(args.mock_gpus, os.environ, gpu=bool(gpus)) if args.mock_gpus else None
+    say = make_printer(mock)
+    applied = xla_flags.apply_flags(settings, os.environ)
     for each in applied:
         say(str(each))
-    launch.start(launch.DistributedConfig(), say=say)
+    distributed.initialize_distributed(distributed.DistributedConfig(), say=say)
     if mock:
-        launch.check_mock(mock)
+        distributed.check_mock(mock)
     return mock, [each.to_json() for each in applied]
 
 
-def printer(mock: Any) -> Callable[[str], None]:
+def make_printer(mock: Any) -> Callable[[str], None]:
     """What prints a line, with the label of a mocked measurement in front of it."""
     return lambda text: console().print(f"{mock.label}: {text}" if mock else text, soft_wrap=True)
 
@@ -155,7 +156,7 @@ def plain_args(args: Args) -> dict[str, Any]:
 
 def write(args: Args, data: dict[str, Any]) -> None:
     if args.out is not None:
-        path = check_output(args.out, flag="--out")
+        path = validated_output_path(args.out, flag="--out")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, data)
 
@@ -164,19 +165,19 @@ def memory_limit() -> int:
     """Bytes of a device that a step may fill."""
     import jax
 
-    from halfbyte.train.preflight import memory_of
+    from halfbyte.train.preflight import device_memory_bytes
 
     device = jax.local_devices()[0]
-    limit = memory_of(device)
+    limit = device_memory_bytes(device)
     if limit is None:
         raise ValueError(f"largest-batch: {device} does not report the memory of its allocator. Use --batch.")
     return limit
 
 
 def seq_of(args: Args) -> int:
-    from halfbyte.cli.base_config import run_of
+    from halfbyte.cli.flag_parsing import config_for_name
 
-    preset = run_of(args.model)
+    preset = config_for_name(args.model)
     return args.seq or preset.seq or min(preset.model.max_seq, 8192 if preset.model.layers > 4 else 128)
 
 
@@ -185,21 +186,21 @@ def checked_configs(args: Args, recipes: Sequence[str]) -> list[Any]:
     from halfbyte.train import run_mesh
 
     for name in ("steps", "repeats"):
-        check_whole(name, getattr(args, name), least=1)
+        check_int(name, getattr(args, name), least=1)
     if args.largest_batch:
         memory_limit()
-    configs = [config_of(args, name, remat) for remat in args.remat.split(",") for name in recipes]
+    configs = [bench_config(args, name, remat) for remat in args.remat.split(",") for name in recipes]
     for config in configs:
         run_mesh(config)
     return configs
 
 
-def config_of(args: Args, recipe_name: str, remat: Any) -> Any:
+def bench_config(args: Args, recipe_name: str, remat: Any) -> Any:
     """The preset's run with the flags of this command."""
-    from halfbyte.cli.base_config import run_of
+    from halfbyte.cli.flag_parsing import config_for_name
 
-    preset = run_of(args.model)
-    check_whole("layers", args.layers, zero="all")
+    preset = config_for_name(args.model)
+    check_int("layers", args.layers, zero="all")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)
     return dataclasses.replace(
         preset, model=model, recipe=recipe_name, policy=args.policy, remat=remat, unroll=args.unroll, mesh=args.mesh,
@@ -208,17 +209,19 @@ def config_of(args: Args, recipe_name: str, remat: Any) -> Any:
     )  # fmt: skip
 
 
-def number(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def cells(row: Any, mock: Any = None) -> tuple[str, ...]:
+def bench_cells(row: Any, mock: Any = None) -> tuple[str, ...]:
     name = f"{row.recipe}, {mock.label}" if mock else row.recipe
     return (
-        name, row.remat, str(row.batch), number(row.milliseconds, ".1f"), number(row.tokens_per_s, ",.0f"),
-        number(row.joules, ".1f"), number(row.tokens_per_joule, ".1f"),
-        number(row.tflops, ".1f"), number(row.mfu, ".1%"), number(row.ratio, ".3f"),
-        number(row.temporaries_gib, ".2f"), number(row.activations_gib, ".2f"), number(row.peak_gib, ".2f"),
+        name, row.remat, str(row.batch),
+        format_number(row.milliseconds, ".1f"), format_number(row.tokens_per_s, ",.0f"),
+        format_number(row.joules, ".1f"), format_number(row.tokens_per_joule, ".1f"),
+        format_number(row.tflops, ".1f"), format_number(row.mfu, ".1%"), format_number(row.ratio, ".3f"),
+        format_number(row.temporaries_gib, ".2f"), format_number(row.activations_gib, ".2f"),
+        format_number(row.peak_gib, ".2f"),
         gemm_shares(row.gemms), row.note or row.backends,
     )  # fmt: skip
 
@@ -229,19 +232,19 @@ def gemm_shares(gemms: Mapping[str, Mapping[str, int]]) -> str:
     return ", ".join(f"{name} {work['flops'] / total:.1%}" for name, work in gemms.items())
 
 
-def title(args: Args, mock: Any = None) -> str:
+def bench_title(args: Args, mock: Any = None) -> str:
     import jax
 
     from halfbyte.devices import lookup
 
     layers = f", {args.layers} layers" if args.layers else ""
-    batch = "the largest batch" if args.largest_batch else f"batch {config_of(args, 'bf16', 'none').batch}"
+    batch = "the largest batch" if args.largest_batch else f"batch {bench_config(args, 'bf16', 'none').batch}"
     size = f"{batch}, seq {seq_of(args)}, policy {args.policy}"
     where = f"{len(jax.devices())} x {lookup(jax.devices()[0]).name}"
     return f"{mock.label + ': ' if mock else ''}{args.model}{layers}, {size}, on {where}"
 
 
-def versions() -> dict[str, str]:
+def bench_versions() -> dict[str, str]:
     """Device, versions and commit: what a figure is worth without its circumstances."""
     import jax
     import jaxlib

@@ -1,12 +1,17 @@
 """Compare training runs: loss curves, gaps paired by seed, speed and config, side by side.
 
 halfbyte compare RUN RUN ...
+halfbyte compare BF16,BF16,BF16 NVFP4,NVFP4,NVFP4    several seeds of MaxText runs, in one order
 
 The first run's arm (its recipe and policy) is the baseline. Each other run is compared with the baseline run of the
 same seed, at equal numbers of tokens: a gap is the mean difference over the last steps (--last). The interval of an arm
 is over its seeds, three or more; the error beside a single run is of that run alone and says nothing about another
 seed. Runs that differ in more than precision are shown, and not averaged; runs whose data, tokenizer, code or recipe
-files differ from the baseline's have no gap at all, and the exit code is 2. Prints tables and a plot; writes an SVG."""
+files differ from the baseline's have no gap at all, and the exit code is 2. Prints tables and a plot; writes an SVG.
+
+A RUN of MaxText is the file of its metrics_file=, or its TensorBoard directory. Such metrics name neither recipe nor
+seed: each argument is an arm, its runs joined by commas are its seeds. From three seeds on, an arm has the verdict of
+`halfbyte parity` with --margin, without its controls."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,75 +21,98 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from halfbyte.cli.console import EXIT_BAD_INPUT, EXIT_OK, CommandResult, console, print_line, rich_table
 from halfbyte.cli.eval import EVALUATIONS, cell
-from halfbyte.cli.result import BAD_INPUT, DONE, Result
-from halfbyte.cli.screen import console, say, table
-from halfbyte.inputs import check_output, check_whole, replace_file
+from halfbyte.io import atomic_write, check_int, validated_output_path
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from halfbyte.evaluation.curves import Curve
-    from halfbyte.parity.pairing import Arm, Pair, Run
-    from halfbyte.report import Series
+    from halfbyte.evaluation.loss_curves import MetricCurve
+    from halfbyte.io import LineSeries
+    from halfbyte.study.arms import ComparedRun, PairedArm, SeedPair
 
 
-MOST_TIMES = 4096  # step times that a spread is drawn from, evenly over a longer run
+MAX_STEP_TIMES = 4096  # step times that a spread is drawn from, evenly over a longer run
 MAX_POINTS = 1000  # of a drawn line, evenly over a longer run
+NO_CONTROLS = (
+    "without controls: no twin of the baseline and no recipe that is broken on purpose ran, so nothing shows that "
+    "these runs would reveal a broken recipe; the margin was not written down before the first step"
+)
 LABEL = "loss, difference and speed over tokens"  # by which `compare` knows a picture of its own
 
 
 @dataclass(frozen=True)
 class Args:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN ...")]
-    """Run directories; the first is the baseline."""
+    """Run directories, or metrics of MaxText runs; the first is the baseline."""
+    margin: str = "0.5%"
+    """For seeds of MaxText runs: the largest gap that does not matter, as 0.5% or 0.02nats."""
     last: int = 0
     """Logged steps that count as the end of a run; 0: a tenth of those in common, at least 20."""
     out: str = "compare.svg"
     """Where to write the picture, an SVG; empty: nowhere."""
 
 
-def run(args: Args) -> Result:
-    from halfbyte.evaluation import curves
-    from halfbyte.parity.pairing import Run, facts_of, pair_up
+def run(args: Args) -> CommandResult:
+    from halfbyte.evaluation import loss_curves
+    from halfbyte.study.arms import ComparedRun, pair_up, read_provenance
 
     if len(args.runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(args.runs)}; the first is the baseline")
-    check_whole("--last", args.last)
-    out = check_output(args.out, flag="--out") if args.out else None
+    check_int("--last", args.last)
+    out = validated_output_path(args.out, flag="--out") if args.out else None
     if out and out.suffix.lower() != ".svg":
         raise ValueError(f"--out {args.out}: compare writes SVG only; use --out {out.with_suffix('.svg')}")
     if out and out.exists() and LABEL not in out.read_text("utf-8", "replace")[:1000]:
         raise ValueError(f"--out {args.out}: exists and is no picture of `halfbyte compare`; give another --out")
-    folders = [Path(name) for name in args.runs]
-    loaded = [curves.read_curve(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
-    width = curves.default_width(max(len(curve.rows) for curve in loaded))
-    configs = [config_of(folder) for folder in folders]
+    seeds = [list(map(Path, text.split(",") if not Path(text).exists() else [text])) for text in args.runs]
+    folders = [path for group in seeds for path in group]
+    labels = short_names(folders)  # a run that is given twice has two
+    names = dict(zip(folders, labels, strict=True))
+    maxtext = {folder for folder in names if loss_curves.is_maxtext_run(folder)}
+    loaded = [loss_curves.read_curve(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    width = loss_curves.default_smoothing_width(max(len(curve.rows) for curve in loaded))
+    configs = [
+        {"recipe": names[group[0]], "seed": seed} if folder in maxtext else read_config(folder)
+        for group in seeds
+        for seed, folder in enumerate(group)
+    ]
+    if any(len(group) > 1 for group in seeds) and maxtext != names.keys():
+        raise ValueError("runs joined by commas are seeds of MaxText runs; the config of a Halfbyte run holds its seed")
     found = zip(loaded, folders, configs, strict=True)
-    runs = [Run(curve.name, folder, config, curve, facts_of(folder, config)) for curve, folder, config in found]
+    runs = [
+        ComparedRun(curve.name, folder, config, curve, {} if folder in maxtext else read_provenance(folder, config))
+        for curve, folder, config in found
+    ]
     arms = pair_up(runs, last=args.last or None)
     pairs = {pair.run.name: pair for arm in arms for pair in arm.pairs}
     data: dict[str, Any] = {
         "baseline": str(folders[0]),
         "smooth": width,
-        "runs": [summary(run, pairs.get(run.name), args) for run in runs],
+        "runs": [summarise_run(run, pairs.get(run.name), args) for run in runs],
         "arms": [arm_summary(arm) for arm in arms],
-        "config": config_differences(folders),
+        "verdicts": judge_seeds(arms, args.margin) if any(len(group) > 1 for group in seeds) else [],
+        "config": differing_fields(folders),
         "evaluations": evaluations(folders),
     }
     screen = console()
     print_summary(screen, data["runs"])
     print_arms(screen, data["arms"], data["runs"][0]["name"])
+    for verdict in data["verdicts"]:
+        screen.print(f"{verdict['word']} {verdict['arm']}: {verdict['reason']}", markup=False)
+    if data["verdicts"]:
+        screen.print(NO_CONTROLS, markup=False)
     baselines = {name: pair.baseline.curve for name, pair in pairs.items() if pair.baseline}
     print_plots(screen, loaded, width, baselines)
     print_fields(screen, "evaluations", data["evaluations"], loaded)
     print_fields(screen, "config: fields that differ", data["config"], loaded)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(out, draw_curves(loaded, baselines, width, args.last or None))
-        say(f"picture: {out}")
-    foreign = any(pair.foreign for pair in pairs.values())
-    return Result({**data, "picture": str(out) if out else None}, BAD_INPUT if foreign else DONE)
+        atomic_write(out, draw_curves(loaded, baselines, width, args.last or None))
+        print_line(f"picture: {out}")
+    foreign = any(pair.has_other_provenance for pair in pairs.values())
+    return CommandResult({**data, "picture": str(out) if out else None}, EXIT_BAD_INPUT if foreign else EXIT_OK)
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -96,17 +124,17 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return [f"{folder} ({number})" for number, folder in enumerate(folders, 1)]
 
 
-def summary(run: "Run", pair: "Pair | None", args: Args) -> dict[str, Any]:
+def summarise_run(run: "ComparedRun", pair: "SeedPair | None", args: Args) -> dict[str, Any]:
     """What the tables show of one run; `gap` is against the baseline run of its seed."""
     import numpy as np
 
-    from halfbyte.evaluation import curves
+    from halfbyte.evaluation import loss_curves
 
     curve, folder = run.curve, run.folder
-    loss, error = curves.end_of(curve, args.last or None)
+    loss, error = loss_curves.final_loss(curve, args.last or None)
     baseline = pair.baseline.curve if pair and pair.baseline else None
     _, validation = curve.validation()
-    speed, norms = curves.speed_of(curve), curves.timed(curve).column("grad_norm")
+    speed, norms = loss_curves.curve_speed(curve), loss_curves.steady_state_steps(curve).column("grad_norm")
     norms = norms[np.isfinite(norms)]
     device = device_of(folder)
     same = pair is not None and pair.baseline is not None and device == device_of(pair.baseline.folder)
@@ -123,33 +151,33 @@ def summary(run: "Run", pair: "Pair | None", args: Args) -> dict[str, Any]:
         "loss_error": error,
         "validation_loss": float(validation[-1]) if len(validation) else None,
         "paired_with": pair.baseline.name if pair and pair.baseline else None,
-        "refusal": pair.refusal if pair else "",
+        "refusal": pair.unpaired_reason if pair else "",
         "gap": asdict(pair.gap) if pair and pair.gap else None,
         "not_finite": int(sum(not math.isfinite(value) for value in curve.loss)),
-        "gradient_norm": {"median": curves.median(norms), "largest": float(norms.max())} if len(norms) else None,
+        "gradient_norm": {"median": loss_curves.median(norms), "largest": float(norms.max())} if len(norms) else None,
         "speed": asdict(speed),
         "speedup": faster[0] if faster else None,
         "speedup_90": faster[1] if faster else None,
     }
 
 
-def speed_up(curve: "Curve", baseline: "Curve") -> tuple[float, tuple[float, float] | None]:
+def speed_up(curve: "MetricCurve", baseline: "MetricCurve") -> tuple[float, tuple[float, float] | None]:
     """The ratio of the median step times, and a 90% interval within these two runs; None of a few steps."""
     import numpy as np
 
-    from halfbyte.evaluation.curves import median, timed
-    from halfbyte.parity.statistics import block_draws, middle
+    from halfbyte.evaluation.loss_curves import median, steady_state_steps
+    from halfbyte.study.equivalence_test import block_bootstrap, percentile_interval
 
-    base, mine = (timed(c).column("step_time_s") for c in (baseline, curve))
+    base, mine = (steady_state_steps(c).column("step_time_s") for c in (baseline, curve))
     known = [times[np.isfinite(times)] for times in (base, mine)]
     first, second = (
-        block_draws(times[:: 1 + len(times) // MOST_TIMES], of=np.median, seed=place)
+        block_bootstrap(times[:: 1 + len(times) // MAX_STEP_TIMES], of=np.median, seed=place)
         for place, times in enumerate(known)
     )
-    return median(base) / median(mine), None if first is None or second is None else middle(first / second)
+    return median(base) / median(mine), None if first is None or second is None else percentile_interval(first / second)
 
 
-def arm_summary(arm: "Arm") -> dict[str, Any]:
+def arm_summary(arm: "PairedArm") -> dict[str, Any]:
     """An arm's gap over its seeds."""
     return {
         "name": arm.name,
@@ -161,34 +189,53 @@ def arm_summary(arm: "Arm") -> dict[str, Any]:
     }
 
 
-def same_work(curve: "Curve", baseline: "Curve") -> bool:
+def judge_seeds(arms: "Sequence[PairedArm]", margin: str) -> list[dict[str, Any]]:
+    """Returns the verdict of each arm over its seeds, as `halfbyte parity` at one look, without controls."""
+    from halfbyte.study.equivalence_test import judge_arm, parse_margin
+
+    found, allowed = [], parse_margin(margin)
+    for arm in arms:
+        over = [pair for pair in arm.pairs if pair.baseline and math.isfinite(pair.baseline.curve.loss[-1])]
+        ended = [pair for pair in over if math.isfinite(pair.run.curve.loss[-1])]
+        diverged = len(over) - len(ended)
+        gaps = {
+            pair.run.seed: 100 * pair.gap.relative if allowed.relative else pair.gap.value
+            for pair in ended
+            if pair.gap is not None
+        }
+        verdict = judge_arm(arm.name, gaps, allowed, diverged=diverged, share=len(arms))
+        found.append({"arm": arm.name, "word": verdict.word.value, "reason": verdict.reason, "margin": margin})
+    return found
+
+
+def same_work(curve: "MetricCurve", baseline: "MetricCurve") -> bool:
     """Whether both runs take as many tokens a step, so that step times compare."""
-    from halfbyte.evaluation.curves import median
+    from halfbyte.evaluation.loss_curves import median
 
     a, b = (median(c.tokens / c.steps) for c in (curve, baseline))
     return bool(a == b)
 
 
-def config_of(folder: Path) -> Mapping[str, Any]:
+def read_config(folder: Path) -> Mapping[str, Any]:
     """The fields of a run's config, as it wrote them; none of a folder that holds metrics alone."""
-    from halfbyte.train.reading import open_directory
+    from halfbyte.train.run_directory import open_run_directory
 
-    return open_directory(folder).values if (folder / "config.json").exists() else {}
+    return open_run_directory(folder).values if (folder / "config.json").exists() else {}
 
 
 def device_of(folder: Path) -> str | None:
     """The device that a run's precision manifest names."""
-    from halfbyte.parity.cells import manifest_of
+    from halfbyte.study.study_runs import read_precision_manifest
 
-    found = manifest_of(folder)
+    found = read_precision_manifest(folder)
     return found.get("device") if isinstance(found, dict) else None
 
 
-def config_differences(folders: Sequence[Path]) -> dict[str, list[Any]]:
+def differing_fields(folders: Sequence[Path]) -> dict[str, list[Any]]:
     """Dotted field -> its value in each run, for every field in which they differ."""
-    from halfbyte.train.jsonconfig import flatten
+    from halfbyte.io.dataclass_json import flatten_dotted
 
-    configs = [flatten(config_of(folder)) for folder in folders]
+    configs = [flatten_dotted(read_config(folder)) for folder in folders]
     names = sorted(set().union(*configs))
     fields = {name: [config.get(name) for config in configs] for name in names}
     return {name: values for name, values in fields.items() if any(value != values[0] for value in values)}
@@ -196,7 +243,7 @@ def config_differences(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
 def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
     """Task and metric -> its newest value in each run, for tasks that more than one run has."""
-    from halfbyte.metrics import number, read_rows
+    from halfbyte.train import parse_metric, read_rows
 
     found = []
     for folder in folders:
@@ -206,7 +253,9 @@ def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
             for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
                 if isinstance(metric, Mapping) and metric.keys() >= {"value", "error"}:  # others are none of ours
                     told = {field: metric[field] for field in ("value", "error")}
-                    newest[f"{row.get('task')} {name}"] = {f: None if v is None else number(v) for f, v in told.items()}
+                    newest[f"{row.get('task')} {name}"] = {
+                        f: None if v is None else parse_metric(v) for f, v in told.items()
+                    }
         found.append(newest)
     names = sorted(set().union(*found))
     fields = {name: [newest.get(name) for newest in found] for name in names}
@@ -215,9 +264,9 @@ def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
 # Printing
 
-ENDS = ("run", "recipe", "seed", "steps", "loss", "gap", "gap %", "paired with", "validation")
-ARMS = ("arm", "seeds", "gap", "90% interval over seeds", "gap %", "90% interval over seeds")
-SPEEDS = ("run", "device", "step", "tok/s/device", "TFLOP/s/device", "MFU", "tokens/J", "input wait", "speed-up")
+LOSS_COLUMNS = ("run", "recipe", "seed", "steps", "loss", "gap", "gap %", "paired with", "validation")
+ARM_COLUMNS = ("arm", "seeds", "gap", "90% interval over seeds", "gap %", "90% interval over seeds")
+SPEED_COLUMNS = ("run", "device", "step", "tok/s/device", "TFLOP/s/device", "MFU", "tokens/J", "input wait", "speed-up")
 
 
 def print_summary(screen: Any, runs: Sequence[Mapping[str, Any]]) -> None:
@@ -225,24 +274,26 @@ def print_summary(screen: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     for r in runs:
         seed = "" if r["seed"] is None else r["seed"]
         ends.append((r["name"], r["recipe"] or "", seed, f"{r['steps']:,}", *_losses(r)))
-    screen.print(table(ENDS, ends, title="end of training, nats a token; ± is within one run, not over seeds"))
+    screen.print(
+        rich_table(LOSS_COLUMNS, ends, title="end of training, nats a token; ± is within one run, not over seeds")
+    )
     for r in runs:
         if r["not_finite"]:
             screen.print(f"{r['name']}: {r['not_finite']} steps have a loss that is not finite")
         if r["gap"] and r["gap"]["interpolated"]:
             screen.print(f"{r['name']}: logged at other tokens than {r['paired_with']}; its loss is interpolated")
     speeds = [(r["name"], r["device"] or "", *_speeds(r)) for r in runs]
-    screen.print(table(SPEEDS, speeds, title="speed, medians; brackets: 90% within these runs"))
+    screen.print(rich_table(SPEED_COLUMNS, speeds, title="speed, medians; brackets: 90% within these runs"))
 
 
 def print_arms(screen: Any, arms: Sequence[Mapping[str, Any]], baseline: str) -> None:
     """The gap of each arm over its seeds, or why there is none."""
-    from halfbyte.parity.verdict import no_interval
+    from halfbyte.study.equivalence_test import no_interval_reason
 
     def cells(found: Mapping[str, Any], digits: int) -> tuple[str, str]:
         mean = f"{found['mean']:+.{digits}f}"
         if found["low"] is None:
-            return mean, no_interval(found["count"])
+            return mean, no_interval_reason(found["count"])
         return mean, f"{found['low']:+.{digits}f} to {found['high']:+.{digits}f}"
 
     rows = [
@@ -251,7 +302,9 @@ def print_arms(screen: Any, arms: Sequence[Mapping[str, Any]], baseline: str) ->
         if arm["gap"]
     ]
     if rows:
-        screen.print(table(ARMS, rows, title=f"gap to {baseline} over seeds: paired differences, Student's t"))
+        screen.print(
+            rich_table(ARM_COLUMNS, rows, title=f"gap to {baseline} over seeds: paired differences, Student's t")
+        )
     for arm in arms:
         if arm["refusal"]:
             screen.print(f"not averaged: {arm['refusal']}", markup=False)
@@ -287,11 +340,11 @@ def _speeds(r: Mapping[str, Any]) -> tuple[str, ...]:
         _number(speed["mfu"], "{:.1%}"),
         _number(speed["tokens_per_joule"], "{:.1f}"),
         _number(speed["input_wait"], "{:.1%}"),
-        _faster(r),
+        _speed_text(r),
     )
 
 
-def _faster(r: Mapping[str, Any]) -> str:
+def _speed_text(r: Mapping[str, Any]) -> str:
     if r["speedup"] is None:
         return ""
     bounds = r["speedup_90"]
@@ -303,36 +356,37 @@ def _number(value: float, form: str) -> str:
     return form.format(value) if math.isfinite(value) else "n/a"
 
 
-def print_plots(screen: Any, loaded: "Sequence[Curve]", width: int, baselines: "Mapping[str, Curve]") -> None:
+def print_plots(
+    screen: Any, loaded: "Sequence[MetricCurve]", width: int, baselines: "Mapping[str, MetricCurve]"
+) -> None:
     """The losses, and their differences from the baseline of their seed."""
-    from halfbyte.evaluation.curves import aligned, smooth
-    from halfbyte.evaluation.pictures import Line, text_plot
+    from halfbyte.evaluation.loss_curves import PlotLine, align_curves, braille_plot, smooth
 
     columns = max(30, min(100, screen.width - 12))
-    lines = [Line(curve.name, curve.tokens, smooth(curve.loss, width)) for curve in loaded]
-    screen.print(text_plot(lines, title=f"loss, mean over {width} steps", width=columns))
+    lines = [PlotLine(curve.name, curve.tokens, smooth(curve.loss, width)) for curve in loaded]
+    screen.print(braille_plot(lines, title=f"loss, mean over {width} steps", width=columns))
     apart = []
     for curve in loaded:
-        nothing = Line(curve.name, curve.tokens[:0], curve.loss[:0])
+        nothing = PlotLine(curve.name, curve.tokens[:0], curve.loss[:0])
         if curve.name in baselines:
-            tokens, mine, base, _ = aligned(curve, baselines[curve.name])
-            nothing = Line(curve.name, tokens, smooth(mine - base, width))
+            tokens, mine, base, _ = align_curves(curve, baselines[curve.name])
+            nothing = PlotLine(curve.name, tokens, smooth(mine - base, width))
         apart.append(nothing)
     screen.print("")
     several = len({id(curve) for curve in baselines.values()}) > 1
     title = f"loss minus {'the baseline of its seed' if several else loaded[0].name}"
-    screen.print(text_plot(apart, title=title, width=columns, height=8, zero=True))
+    screen.print(braille_plot(apart, title=title, width=columns, height=8, zero=True))
 
 
-def print_fields(screen: Any, title: str, fields: Mapping[str, Sequence[Any]], loaded: "Sequence[Curve]") -> None:
+def print_fields(screen: Any, title: str, fields: Mapping[str, Sequence[Any]], loaded: "Sequence[MetricCurve]") -> None:
     screen.print("")
     if fields:
-        rows = [(name, *map(_shown, values)) for name, values in fields.items()]
+        rows = [(name, *map(_format_value, values)) for name, values in fields.items()]
         screen.print(title, style="bold")
-        screen.print(table(("", *(curve.name for curve in loaded)), rows))
+        screen.print(rich_table(("", *(curve.name for curve in loaded)), rows))
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Mapping) and value["value"] is not None:
         return cell(value["value"], value["error"])
     return "-" if value is None else str(value)
@@ -341,30 +395,32 @@ def _shown(value: Any) -> str:
 # The picture
 
 
-def draw_curves(loaded: "Sequence[Curve]", baselines: "Mapping[str, Curve]", width: int, last: int | None) -> str:
+def draw_curves(
+    loaded: "Sequence[MetricCurve]", baselines: "Mapping[str, MetricCurve]", width: int, last: int | None
+) -> str:
     """Returns an SVG of the loss, its difference from the baseline of the same seed, and the speed, over tokens.
 
     Faint lines are as logged, strong ones smoothed over `width` steps, dots are validations, and the short strong line
     of a difference is its mean over the `last` steps, which the legend names.
     """
-    from halfbyte.evaluation.curves import aligned, gap
-    from halfbyte.report import Axes, Series, line_frame, svg_document
+    from halfbyte.evaluation.loss_curves import align_curves, final_gap
+    from halfbyte.io import Axes, LineSeries, line_frame, svg_document
 
-    loss: list[Series] = []
-    gaps: list[Series] = []
-    speed: list[Series] = []
+    loss: list[LineSeries] = []
+    gaps: list[LineSeries] = []
+    speed: list[LineSeries] = []
     legend = []
     for place, curve in enumerate(loaded):
         rate, text = curve.column("tokens_per_s_per_device"), curve.name
         at, validation = (values.tolist() for values in curve.validation())
         loss += logged_and_smoothed(curve.tokens, curve.loss, place, width)
-        loss.append(Series("", at, validation, place, faint=True, dots=True))
+        loss.append(LineSeries("", at, validation, place, faint=True, dots=True))
         speed += logged_and_smoothed(curve.tokens, rate, place, width)
         if curve.name in baselines:
-            tokens, mine, base, _ = aligned(curve, baselines[curve.name])
+            tokens, mine, base, _ = align_curves(curve, baselines[curve.name])
             gaps += logged_and_smoothed(tokens, mine - base, place, width)
-            if end := gap(curve, baselines[curve.name], last=last):
-                gaps.append(Series("", [end.first_tokens, end.last_tokens], [end.value] * 2, place))
+            if end := final_gap(curve, baselines[curve.name], last=last):
+                gaps.append(LineSeries("", [end.first_tokens, end.last_tokens], [end.value] * 2, place))
                 text += f": {end.value:+.4f} over the last {end.points} steps"
         legend.append((text, place))
     x_range = min(curve.tokens[0] for curve in loaded), max(curve.tokens[-1] for curve in loaded)
@@ -377,11 +433,11 @@ def draw_curves(loaded: "Sequence[Curve]", baselines: "Mapping[str, Curve]", wid
     return svg_document(frames, legend, label=LABEL)
 
 
-def logged_and_smoothed(tokens: "np.ndarray", values: "np.ndarray", colour: int, width: int) -> "list[Series]":
+def logged_and_smoothed(tokens: "np.ndarray", values: "np.ndarray", colour: int, width: int) -> "list[LineSeries]":
     """Returns the values as logged and their mean over `width` steps, at most MAX_POINTS of each."""
-    from halfbyte.evaluation.curves import smooth
-    from halfbyte.report import Series
+    from halfbyte.evaluation.loss_curves import smooth
+    from halfbyte.io import LineSeries
 
     every = 1 + len(tokens) // MAX_POINTS
     lines = ((values, True), (smooth(values, width), False))
-    return [Series("", tokens[::every].tolist(), y[::every].tolist(), colour, faint=faint) for y, faint in lines]
+    return [LineSeries("", tokens[::every].tolist(), y[::every].tolist(), colour, faint=faint) for y, faint in lines]

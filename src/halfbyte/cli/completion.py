@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from halfbyte.cli.result import Result
+from halfbyte.cli.console import CommandResult
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Args:
     """The shell that is to complete."""
 
 
-def run(args: Args) -> Result:
+def run(args: Args) -> CommandResult:
     from halfbyte.cli.main import find_commands
 
     files = find_commands()
@@ -31,4 +31,4 @@ def run(args: Args) -> Result:
     with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):  # tyro exits after printing
         tyro.extras.subcommand_cli_from_dict(commands, prog="halfbyte", args=["--tyro-print-completion", args.shell])
     print(script.getvalue(), end="")
-    return Result({"shell": args.shell, "script": script.getvalue()})
+    return CommandResult({"shell": args.shell, "script": script.getvalue()})

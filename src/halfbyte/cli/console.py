@@ -1,12 +1,17 @@
-"""What commands print with: a console that does not fold tables when its output is piped, and that shows text of
-unknown origin (a source name, a path, a recipe) as it is, neither as markup nor as commands to the terminal; and a bar
-for long work."""
+"""Console output, errors, exit codes and `--json` results of the commands.
+
+The console does not fold tables when its output is piped. It prints text of unknown origin (a source name, a path, a
+recipe) as it is, neither as markup nor as terminal commands. Errors are one paragraph on stderr.
+"""
 
 import errno
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from rich import box
@@ -14,9 +19,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from halfbyte.inputs.names import printable
+from halfbyte.io.validation import escape_control_chars
 
 PIPED_WIDTH = 160
+
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_NOT_PASSED = 3
+EXIT_PREEMPTED = 75
 
 
 class PlainConsole(Console):
@@ -26,50 +38,74 @@ class PlainConsole(Console):
         super().__init__(**{"markup": False, "highlight": False, "emoji": False, **settings})
 
     def on_broken_pipe(self) -> None:
-        """A reader that went away is the program's to handle; rich would end it with exit code 1."""
+        """Raises BrokenPipeError, which `main` handles. Rich would exit with code 1."""
         raise BrokenPipeError
 
     def say(self, text: str) -> None:
-        """Print a line, which the terminal folds."""
-        self.print(text, soft_wrap=True)
+        """Print text, which is wrapped at words on a terminal; indented lines are commands, which are not wrapped."""
+        for line in text.split("\n"):
+            self.print(line, soft_wrap=not self.is_terminal or line.startswith("  "))
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        return super().render_str(printable(text), **{**settings, "markup": False})
+        return super().render_str(escape_control_chars(text), **{**settings, "markup": False})
 
 
-def console() -> Console:
+def console() -> PlainConsole:
     """A console on the present stdout; as wide as the terminal, or wide enough for any table when piped."""
     return PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
-def say(text: str, *, file: TextIO | None = None) -> None:
+def print_line(text: str, *, file: TextIO | None = None) -> None:
     """Print a line for people, whatever names are in it."""
-    print(printable(text), file=file, flush=True)
+    print(escape_control_chars(text), file=file, flush=True)
 
 
-def note(text: str) -> None:
-    """For people beside a command's output: on stderr, so that a pipe gets the output alone."""
-    say(text, file=sys.stderr)
+def print_paragraph(text: str) -> None:
+    """Print a sentence or more, wrapped at words on a terminal; further lines have the indent of the first."""
+    text = escape_control_chars(text)
+    indent = " " * (len(text) - len(text.lstrip()))
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+        text = wrap.fill(text)
+    print(text, flush=True)
 
 
-def shown(text: str) -> str:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+    """Print a table; one that is wider than the terminal is transposed, a column per row."""
+    listed, screen = [tuple(map(str, row)) for row in rows], console()
+    table = rich_table(columns, listed, title=title)
+    if listed and screen.measure(table, options=screen.options.update(max_width=10_000)).maximum > screen.width:
+        heads, *cells = zip(columns, *listed, strict=True)
+        table = rich_table(heads, cells, title=title)
+        for column in table.columns:
+            column.no_wrap, column.overflow = False, "fold"
+    screen.print(table)
+
+
+def print_note(text: str) -> None:
+    """Prints a remark on stderr, so that a pipe gets only the output."""
+    print_line(text, file=sys.stderr)
+
+
+def to_terminal_text(text: str) -> str:
     """Text of a data set or a model for stdout: a terminal gets control characters spelled out, a pipe every byte."""
-    return printable(text) if sys.stdout.isatty() else text
+    return escape_control_chars(text) if sys.stdout.isatty() else text
 
 
-def table(
+def rich_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None, numbers: int | None = None
 ) -> Table:
     """A plain table: a rule under the head, no side borders, the first column in bold; columns from `numbers` on are
     flush right."""
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    for place, column in enumerate(columns):
-        right = numbers is not None and place >= numbers
-        style = "bold" if place == 0 else ""
-        made.add_column(column, style=style, justify="right" if right else "left", no_wrap=place == 0 or right)
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for index, column in enumerate(columns):
+        right = numbers is not None and index >= numbers
+        style = "bold" if index == 0 else ""
+        table.add_column(column, style=style, justify="right" if right else "left", no_wrap=index == 0 or right)
     for row in rows:
-        made.add_row(*map(str, row))
-    return made
+        table.add_row(*map(str, row))
+    return table
 
 
 @contextmanager
@@ -81,11 +117,11 @@ def progress(name: str) -> Iterator[Any]:
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
     screen = Console(stderr=True)
     with rich.progress.Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task(escape(printable(name)), total=None)
+        task = bar.add_task(escape(escape_control_chars(name)), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-class MayClose:
+class ClosableStream:
     """A stream whose reader may go away (`halfbyte train | head`, a terminal that is closed). Then `on_close` is
     called once, and what is written goes nowhere: losing the reader must not lose the run."""
 
@@ -117,3 +153,21 @@ class MayClose:
             os.dup2(nowhere, self._stream.fileno())  # Python flushes what is left when it exits
             os.close(nowhere)
             self._on_close()
+
+
+def say_error(message: str) -> None:
+    """One paragraph on stderr, wrapped to the terminal; a message that has lines of its own keeps them. Indented lines
+    are commands, which are not wrapped."""
+    width = min(110, shutil.get_terminal_size((110, 24)).columns) if sys.stderr.isatty() else 110
+    wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
+    lines = escape_control_chars(f"halfbyte: {message}").splitlines()
+    filled = (line if line.startswith("  ") else wrap.fill(line) for line in lines)
+    print("\n".join(filled), file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """Result of a command. `data` is printed by `--json` (anything `json.dumps` takes); `code` is one of EXIT_*."""
+
+    data: Mapping[str, Any] = field(default_factory=dict)
+    code: int = EXIT_OK

@@ -14,12 +14,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.interrupting import terminated_as_interrupted
-from halfbyte.cli.next_steps import program
-from halfbyte.cli.result import Result
-from halfbyte.cli.screen import console, table
-from halfbyte.cli.screen import shown as safe
-from halfbyte.inputs import check_whole, printable
+from halfbyte.cli.console import CommandResult, console, rich_table, to_terminal_text
+from halfbyte.cli.run_summary import program_name
+from halfbyte.cli.terminal_signals import sigterm_as_interrupt
+from halfbyte.io import check_int, escape_control_chars
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +45,8 @@ class Prepare:
     """Replace what is in --out."""
     column: str = "text"
     """Field or column of a record that holds its text."""
+    text: tuple[str, ...] = ()
+    """Endings of other files to read as plain text: .py .c .tex; every other file of a directory is passed over."""
     source: str = "default"
     """Source name of documents that do not carry one."""
     eos: str | None = None
@@ -89,7 +89,7 @@ Args = (
 )
 
 
-def run(args: Prepare | Verify | Show | Sample) -> Result:
+def run(args: Prepare | Verify | Show | Sample) -> CommandResult:
     match args:
         case Prepare():
             return run_prepare(args)
@@ -101,61 +101,62 @@ def run(args: Prepare | Verify | Show | Sample) -> Result:
             return run_sample(args)
 
 
-def run_prepare(args: Prepare) -> Result:
+def run_prepare(args: Prepare) -> CommandResult:
     from halfbyte.data import prepare
 
     own = ("files", "source", "seq_len", "overwrite")
     shared: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in own}
     shared |= {"default_source": args.source, "progress": True}
-    with terminated_as_interrupted():
+    with sigterm_as_interrupt():
         made = prepare(args.files, seq_len=args.seq_len, overwrite=args.overwrite, **shared)
-    if made.fresh:
+    if made.newly_written:
         print(f"prepared {made.directory} in {made.seconds:.1f} s")
-        if made.blank:
-            print(f"passed over, without text: {printable(', '.join(made.blank))}")
+        if made.empty_files:
+            print(f"passed over, without text: {escape_control_chars(', '.join(made.empty_files))}")
     else:
         print(f"{made.directory} is up to date: it holds exactly this request, and every file is intact")
     print_totals(made.manifest)
-    print(f"train on it: {program()} {shlex.join(train_on(made.directory, made.manifest))}")
-    return Result({"fresh": made.fresh, "seconds": made.seconds, **facts(made.directory, made.manifest)})
+    words, takes = train_on(made.directory, made.manifest)
+    print(f"train on it{f' ({takes})' if takes else ''}:")
+    print(f"  {program_name()} {shlex.join(words)}")
+    return CommandResult({"fresh": made.newly_written, "seconds": made.seconds, **facts(made.directory, made.manifest)})
 
 
-def train_on(directory: Path, manifest: Any) -> list[str]:
-    """The command that trains the smallest model of the literature on a data set, grown where the data needs it."""
-    from halfbyte.models import preset
+def train_on(directory: Path, manifest: Any) -> tuple[list[str], str]:
+    """Returns (command that trains on a data set, what it takes here): see `run_estimate.suggested_run`."""
+    from halfbyte.cli.run_estimate import changed_flags, rough_duration, suggested_run
+    from halfbyte.train.run_presets import run_config
 
-    model = preset("llama-60m")
-    words = ["train", model.name, "--data", str(directory), "--seq", str(manifest.seq_len)]
-    if manifest.vocab_size > model.vocab_size:
-        words += ["--model.vocab-size", str(manifest.vocab_size)]
-    return words if manifest.seq_len <= model.max_seq else [*words, "--model.max-seq", str(manifest.seq_len)]
+    run, seconds = suggested_run(manifest)
+    words = ["train", run.name, "--data", str(directory), *changed_flags(run, run_config(run.name))]
+    return words, f"{rough_duration(seconds)} on this machine, and compiling first" if seconds else ""
 
 
-def run_verify(args: Verify) -> Result:
+def run_verify(args: Verify) -> CommandResult:
     from halfbyte.data import open_dataset
 
     dataset = open_dataset(args.directory, progress=True)
     size = sum(shard.bytes for shard in dataset.manifest.shards)
     print(f"{dataset.directory}: {len(dataset.manifest.shards)} shards, {size / 1e6:,.1f} MB, all as the manifest says")
-    return Result({"intact": True, **facts(dataset.directory, dataset.manifest)})
+    return CommandResult({"intact": True, **facts(dataset.directory, dataset.manifest)})
 
 
-def run_show(args: Show) -> Result:
-    from halfbyte.data.manifest import read_manifest
+def run_show(args: Show) -> CommandResult:
+    from halfbyte.data.dataset_manifest import read_manifest
 
     manifest = read_manifest(Path(args.directory))
     print_totals(manifest)
-    return Result(facts(Path(args.directory), manifest))
+    return CommandResult(facts(Path(args.directory), manifest))
 
 
-def run_sample(args: Sample) -> Result:
+def run_sample(args: Sample) -> CommandResult:
     import numpy as np
 
     from halfbyte.data import open_dataset
-    from halfbyte.data.packing import unpack
+    from halfbyte.data.encode import split_rows_by_segment
 
-    check_whole("--rows", args.rows, least=1)
-    check_whole("--seed", args.seed)
+    check_int("--rows", args.rows, least=1)
+    check_int("--seed", args.seed)
     dataset = open_dataset(args.directory, verify="sizes")
     tokenizer, rows = dataset.tokenizer(), dataset.rows(args.split)
     if len(rows) == 0:
@@ -164,12 +165,12 @@ def run_sample(args: Sample) -> Result:
     shown = []
     for index in sorted(chosen.tolist()):
         row = np.frombuffer(rows[index], rows.dtype)
-        texts = [tokenizer.decode(run, markers=True) for run in unpack(row)]
+        texts = [tokenizer.decode(run, markers=True) for run in split_rows_by_segment(row)]
         source = dataset.manifest.sources[int(row["source"][0])]
-        print(f"--- {args.split} row {index}, source {printable(source)}, {len(texts)} document(s)")
-        print(safe("\n~~~\n".join(texts)))
+        print(f"--- {args.split} row {index}, source {escape_control_chars(source)}, {len(texts)} document(s)")
+        print(to_terminal_text("\n~~~\n".join(texts)))
         shown.append({"row": index, "source": source, "documents": texts})
-    return Result({"split": args.split, "rows": shown})
+    return CommandResult({"split": args.split, "rows": shown})
 
 
 def facts(directory: Path, manifest: Any) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def print_totals(manifest: Any) -> None:
             rows.append((split, "all", *_cells(sources.values())))
     heading = f"rows of {manifest.seq_len} tokens, vocabulary {manifest.vocab_size:,}"
     columns = ("split", "source", "documents", "MB", "tokens", "rows", "B/token")
-    console().print(table(columns, rows, title=heading, numbers=2))
+    console().print(rich_table(columns, rows, title=heading, numbers=2))
 
 
 def _cells(totals: Iterable[Any]) -> list[str]:

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.result import Result
-from halfbyte.cli.screen import console, note, progress, say, table
-from halfbyte.inputs import check_whole
+from halfbyte.cli.console import CommandResult, console, print_line, print_note, progress, rich_table
+from halfbyte.io import check_int
 
 if TYPE_CHECKING:
     from halfbyte import evaluation
-    from halfbyte.interchange.opening import LoadedRun
+    from halfbyte.hf.model_loading import LoadedModel
 
 EVALUATIONS = "evaluations.jsonl"
 TASK_METRICS = ("acc", "acc_norm", "ppl")
@@ -59,14 +58,14 @@ class Args:
     """Accept .zst and .xz files without a checksum, in which a flipped bit can pass as other text."""
 
 
-def run(args: Args) -> Result:
-    from halfbyte.cli.main import plain
+def run(args: Args) -> CommandResult:
+    from halfbyte.api import score_tasks
+    from halfbyte.cli.main import to_jsonable
     from halfbyte.evaluation import SCORING_RULES, Scorer
-    from halfbyte.interchange.opening import open_model
-    from halfbyte.metrics import append_row
-    from halfbyte.runs.scores import results
+    from halfbyte.hf.model_loading import open_model
+    from halfbyte.train import append_row
 
-    check_whole("--limit", args.limit, zero="all examples")
+    check_int("--limit", args.limit, zero="all examples")
     tasks = open_tasks(args.files, unchecked=args.unchecked)
     loaded = open_model(
         args.run, recipe_name=args.recipe, mesh=args.mesh, rules=SCORING_RULES, step=args.step,
@@ -74,43 +73,45 @@ def run(args: Args) -> Result:
     )  # fmt: skip
     save = args.save and loaded.config is not None
     scorer = Scorer(loaded.model, window=args.seq or None, batch_tokens=args.batch_tokens, scales=args.scales)
-    say(loaded.describe())
+    print_line(loaded.describe())
     if loaded.model.context.policy is not None and args.scales == "batch":
         print(
             f"scales come from all tokens of a batch ({args.batch_tokens:,}): other batches, other last digits; "
             "--scales window scores each window alone"
         )
     found = []
-    for result in results(loaded, scorer, tasks, limit=args.limit, stride=args.stride or None, progress=progress):
+    for result in score_tasks(loaded, scorer, tasks, limit=args.limit, stride=args.stride or None, progress=progress):
         found.append(result)
         if save:
-            append_row(loaded.directory / EVALUATIONS, {**settings(args, loaded, scorer), **plain(asdict(result))})
+            append_row(
+                loaded.directory / EVALUATIONS, {**settings(args, loaded, scorer), **to_jsonable(asdict(result))}
+            )
     print_table(found)
     if save:
-        say(f"added to {loaded.directory / EVALUATIONS}")
-    return Result({**settings(args, loaded, scorer), "results": [asdict(result) for result in found]})
+        print_line(f"added to {loaded.directory / EVALUATIONS}")
+    return CommandResult({**settings(args, loaded, scorer), "results": [asdict(result) for result in found]})
 
 
 def open_tasks(arguments: tuple[str, ...], *, unchecked: bool = False) -> "list[evaluation.TaskFile]":
     """The task of every file; in a directory, files that hold no task are named and passed over."""
-    from halfbyte.data.files import find_files
-    from halfbyte.evaluation import UnknownFormat, open_task
+    from halfbyte.data.text_files import find_files
+    from halfbyte.evaluation import UnknownTaskFormatError, open_task
 
     tasks = []
     for argument in arguments:
         for file in find_files([argument], unchecked=unchecked):
             try:
                 tasks.append(open_task(file))
-            except UnknownFormat as problem:
+            except UnknownTaskFormatError as problem:
                 if not Path(argument).is_dir():
                     raise
-                note(f"passed over: {problem}")
+                print_note(f"passed over: {problem}")
     if arguments and not tasks:
         raise ValueError(f"no task in {', '.join(arguments)}")
     return tasks
 
 
-def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:
+def settings(args: Args, loaded: "LoadedModel", scorer: Any) -> dict[str, Any]:
     """What the numbers depend on beside the task."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     fixed = {"limit": args.limit, "seq": scorer.window, "stride": args.stride or scorer.window}
@@ -118,7 +119,7 @@ def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:
     return {"time": now, "run": str(loaded.directory), "step": loaded.step, "recipe": loaded.recipe, **fixed}
 
 
-def print_table(results: "list[evaluation.Result]") -> None:
+def print_table(results: "list[evaluation.TaskResult]") -> None:
     """One table of tasks, one of text."""
     text = [result for result in results if result.kind in ("text", "validation")]
     tasks = [result for result in results if result not in text]
@@ -129,17 +130,17 @@ def print_table(results: "list[evaluation.Result]") -> None:
         ]
         heads = ("task", heading, *(name.replace("_per_", "/") for name in shown), "chance" if chosen is tasks else "")
         if rows:
-            console().print(table(heads, rows))
+            console().print(rich_table(heads, rows))
     for result in results:
         if result.truncated:
             console().print(f"{result.task}: {result.truncated} of {result.examples} examples were cut to the window")
 
 
-def chance(result: "evaluation.Result") -> str:
+def chance(result: "evaluation.TaskResult") -> str:
     return "" if result.chance is None else f"{result.chance:.3f}"
 
 
-def metric_cell(result: "evaluation.Result", name: str) -> str:
+def metric_cell(result: "evaluation.TaskResult", name: str) -> str:
     metric = result.metrics.get(name)
     return "" if metric is None else cell(metric.value, metric.error)
 

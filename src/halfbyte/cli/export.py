@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.interrupting import terminated_as_interrupted
-from halfbyte.cli.result import Result
-from halfbyte.cli.screen import progress, say
-from halfbyte.inputs import check_output, check_whole
+from halfbyte.cli.console import CommandResult, print_line, progress
+from halfbyte.cli.terminal_signals import sigterm_as_interrupt
+from halfbyte.io import check_int, validated_output_path
 
 if TYPE_CHECKING:
-    from halfbyte.interchange import Exported
+    from halfbyte.hf import ExportResult
 
 
 @dataclass(frozen=True)
@@ -51,45 +50,45 @@ class Args:
     """AXIS=SIZE,... for a model that one device cannot hold; empty: one device."""
 
 
-def run(args: Args) -> Result:
-    from halfbyte.interchange import export_model, open_for_export
-    from halfbyte.interchange.writing import GB, check_target
+def run(args: Args) -> CommandResult:
+    from halfbyte.hf import export_model, open_export_source
+    from halfbyte.hf.exporter import GB, check_output_directory
 
-    out = check_output(args.out, flag="--out")
-    check_target(out, replace=args.overwrite)
+    out = validated_output_path(args.out, flag="--out")
+    check_output_directory(out, replace=args.overwrite)
     if not args.max_shard_gb > 0:
         raise ValueError(f"--max-shard-gb must be above 0, got {args.max_shard_gb}")
-    source = open_for_export(Path(args.run), mesh=args.mesh, step=args.step)
+    source = open_export_source(Path(args.run), mesh=args.mesh, step=args.step)
     resolved = None if args.format == "hf" else source.resolve(args.recipe, args.policy)
-    scales = input_amaxes(args, source, resolved) if args.calibrate else None
-    with terminated_as_interrupted(), progress("tensors") as watch:
+    scales = calibrated_input_amaxes(args, source, resolved) if args.calibrate else None
+    with sigterm_as_interrupt(), progress("tensors") as watch:
         made = export_model(
             source.model, out, to=args.format, dtype=args.dtype or source.dtype, resolved=resolved, input_amax=scales,
             shard_bytes=int(args.max_shard_gb * GB), replace=args.overwrite, watch=watch,
         )  # fmt: skip
     kind = "hf" if args.format == "hf" else f"{args.format}, {made.quantized} linears in NVFP4"
-    say(f"{out}: {kind}, {made.nbytes / 1e6:,.1f} MB of tensors")
+    print_line(f"{out}: {kind}, {made.nbytes / 1e6:,.1f} MB of tensors")
     for line in warnings(made):
-        say(line)
+        print_line(line)
     worst = max((m.ratio for m in made.mismatches), default=1.0)
-    return Result(
+    return CommandResult(
         {"out": str(out), "format": args.format, "bytes": made.nbytes, "quantized_linears": made.quantized,
          "activation_scales": scales is not None, "fused_groups_that_differ": len(made.mismatches),
          "largest_ratio": worst}
     )  # fmt: skip
 
 
-def input_amaxes(args: Args, source: Any, resolved: Any) -> dict[str, float]:
+def calibrated_input_amaxes(args: Args, source: Any, resolved: Any) -> dict[str, float]:
     """The largest magnitude of each linear's input on --calibrate's text."""
-    from halfbyte.interchange import calibrate
+    from halfbyte.hf import calibrate_input_amax
 
     if args.format == "hf":
         raise ValueError("--calibrate is for the NVFP4 formats; --format hf has no activation scales")
-    check_whole("--batches", args.batches, least=1)
-    return calibrate(source, Path(args.calibrate), resolved, batches=args.batches)
+    check_int("--batches", args.batches, least=1)
+    return calibrate_input_amax(source, Path(args.calibrate), resolved, batches=args.batches)
 
 
-def warnings(made: "Exported") -> list[str]:
+def warnings(made: "ExportResult") -> list[str]:
     """One line a fused group whose tensor scales differ, with by how much."""
     lines = []
     for group in dict.fromkeys(m.group for m in made.mismatches):
@@ -99,5 +98,10 @@ def warnings(made: "Exported") -> list[str]:
             f"WARNING: the tensor scales of {group} differ in {len(of_group)} layers, by up to {worst.ratio:.3f}x "
             f"(layer {worst.layer}); an engine that fuses them takes one for all, "
             "and then multiplies weights that are off by that much"
+        )
+    if lines:
+        lines.append(
+            "train with --recipe nvfp4_shared_scales, whose fused weights share one tensor scale; of a trained run, "
+            "export with --recipe nvfp4_shared_scales"
         )
     return lines

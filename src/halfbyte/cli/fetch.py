@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from halfbyte.cli.next_steps import program
-from halfbyte.cli.result import Result
-from halfbyte.cli.screen import console, note, say, table
-from halfbyte.inputs import check_output
+from halfbyte.cli.console import CommandResult, console, print_line, print_note, rich_table
+from halfbyte.cli.run_summary import program_name
+from halfbyte.io import validated_output_path
 
 
 @dataclass(frozen=True)
@@ -32,26 +31,28 @@ class Args:
     """Show what is there, and fetch nothing."""
 
 
-def run(args: Args) -> Result:
+def run(args: Args) -> CommandResult:
     """List, or fetch."""
-    from halfbyte.checkpoint.copying import fetch
+    from halfbyte.checkpoint.bucket_copy import fetch
 
     if args.list:
         listed = listing(args.url)
         rows = [(step, files, f"{size / 2**20:,.1f}") for step, (files, size) in listed["checkpoints"].items()]
         title = f"run {listed['run']}" + (f", being written from {listed['writer']}" if listed["writer"] else "")
-        console().print(table(("checkpoint", "files", "MiB"), rows, title=title))
-        return Result(listed)
-    directory = check_output(args.directory, flag="DIR")
-    result = fetch(args.url, directory, step=args.step, say=note)
-    say(f"fetched step {result['step']}; go on with: {program()} train --run-dir {shlex.quote(str(directory))}")
-    return Result({**result, "run_dir": str(directory)})
+        console().print(rich_table(("checkpoint", "files", "MiB"), rows, title=title))
+        return CommandResult(listed)
+    directory = validated_output_path(args.directory, flag="DIR")
+    result = fetch(args.url, directory, step=args.step, say=print_note)
+    print_line(
+        f"fetched step {result['step']}; go on with: {program_name()} train --run-dir {shlex.quote(str(directory))}"
+    )
+    return CommandResult({**result, "run_dir": str(directory)})
 
 
 def listing(url: str) -> dict[str, Any]:
     """The run that a prefix holds, who writes it now, and step -> (files, bytes) of its checkpoints."""
-    from halfbyte.checkpoint.copying import read_head
-    from halfbyte.checkpoint.objects import Objects
+    from halfbyte.checkpoint.bucket_copy import read_head
+    from halfbyte.checkpoint.object_store import Objects
 
     head, _ = read_head(Objects(url))
     if head is None:

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.result import Result
-from halfbyte.cli.screen import note, shown
-from halfbyte.inputs import check_whole
+from halfbyte.cli.console import CommandResult, print_note, to_terminal_text
+from halfbyte.io import check_int
 
 
 @dataclass(frozen=True)
@@ -44,37 +43,51 @@ class Args:
     """Of activations; empty: as the run trained, bfloat16 for a folder."""
 
 
-def run(args: Args) -> Result:
-    from halfbyte.evaluation import WRITING_RULES, Generator, Sampling
-    from halfbyte.interchange.opening import open_model
+def run(args: Args) -> CommandResult:
+    from halfbyte.evaluation import GENERATION_RULES, Sampling, TextGenerator
+    from halfbyte.hf.model_loading import open_model
 
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
-    check_whole("--samples", args.samples, least=1)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    check_int("--samples", args.samples, least=1)
+    prompt = read_prompt(args.prompt)
     loaded = open_model(
-        args.run, recipe_name=args.recipe, mesh=args.mesh, rules=WRITING_RULES, step=args.step,
+        args.run, recipe_name=args.recipe, mesh=args.mesh, rules=GENERATION_RULES, step=args.step,
         compute_dtype=args.compute_dtype,
     )  # fmt: skip
-    note(loaded.describe())
-    generator = Generator(loaded.model, sampling)
+    print_note(loaded.describe())
+    generator = TextGenerator(loaded.model, sampling)
     texts = []
     for number in range(args.samples):
         made = write_one(generator, prompt, max_tokens=args.max_tokens, seed=args.seed + number)
-        texts.append({**asdict(made), "tokens_per_s": made.tokens_per_s, "seed": args.seed + number})
+        fields = asdict(made)
+        fields["ended"] = fields.pop("hit_end_of_text")  # the key of 0.1
+        texts.append({**fields, "tokens_per_s": made.tokens_per_s, "seed": args.seed + number})
     data: dict[str, Any] = {"run": args.run, "step": loaded.step, "recipe": loaded.recipe, "sampling": asdict(sampling)}
-    return Result({**data, "samples": texts})
+    return CommandResult({**data, "samples": texts})
+
+
+def read_prompt(text: str) -> str:
+    """Returns the prompt, that of standard input for `-`. ValueError if it is not UTF-8."""
+    try:
+        if text != "-":
+            text.encode()  # bytes of the command line that are not UTF-8 are lone surrogates
+            return text
+        return sys.stdin.buffer.read().decode() if sys.stdin is not None else ""
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ValueError(f"--prompt: it is not valid UTF-8 ({error.reason}); convert it to UTF-8") from None
 
 
 def write_one(generator: Any, prompt: str, *, max_tokens: int, seed: int) -> Any:
     """One text, shown as it is made; the prompt dim on a terminal."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
-    print(f"{dim}{shown(prompt)}{plain}", end="", flush=True)
-    made = generator.write(prompt, max_tokens=max_tokens, seed=seed, show=show)
-    show("\n")
+    print(f"{dim}{to_terminal_text(prompt)}{plain}", end="", flush=True)
+    made = generator.generate(prompt, max_tokens=max_tokens, seed=seed, show=print_text)
+    print_text("\n")
     speed = f", {made.tokens_per_s:,.0f} tokens/s" if made.tokens_per_s else ""
-    note(f"{len(made.tokens)} tokens, {'end of text' if made.ended else 'cut at the limit'}{speed}, seed {seed}")
+    end = "end of text" if made.hit_end_of_text else "cut at the limit"
+    print_note(f"{len(made.tokens)} tokens, {end}{speed}, seed {seed}")
     return made
 
 
-def show(text: str) -> None:
-    print(shown(text), end="", flush=True)
+def print_text(text: str) -> None:
+    print(to_terminal_text(text), end="", flush=True)

@@ -16,25 +16,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfbyte import conformance
+from halfbyte import ops
 from halfbyte.devices import lookup, native_training
-from halfbyte.launch import visible_gpus
-from halfbyte.launch.supervise import ENTRY
-from halfbyte.recipe import recipe
+from halfbyte.devices.xla_flags import visible_gpus
+from halfbyte.distributed.supervisor import RANK_COMMAND
+from halfbyte.recipes import recipe
 
 HELD, MISSED, NOT_HERE, BY_HAND = "held", "missed", "not possible here", "by hand"
 CPUS = 4  # devices that a machine without a GPU shows itself as
-STEP = ("llama3-8b", "--layers", "4", "--unroll", "1", "--seq", "8192", "--steps", "5", "--repeats", "2")
+BENCH_ARGUMENTS = ("llama3-8b", "--layers", "4", "--unroll", "1", "--seq", "8192", "--steps", "5", "--repeats", "2")
 TIME_LIMIT = 1800
 
 
-def device() -> Any:
+def first_device() -> Any:
     """The table's entry of the first device; JAX starts here."""
     return lookup(jax.devices()[0])
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """How a line came out, with the figure that says so."""
 
     outcome: str
@@ -42,12 +42,12 @@ class Outcome:
     values: Any = None
 
 
-Check = Callable[[Sequence[str]], Outcome]
+Check = Callable[[Sequence[str]], CheckOutcome]
 """Given the GPUs, as the driver lists them."""
 
 
 @dataclass(frozen=True)
-class Line:
+class AcceptanceItem:
     """One claim. `check` answers it on a machine of so many `gpus`; without one, `by_hand` is the command for a person
     to run and look at."""
 
@@ -55,24 +55,24 @@ class Line:
     claim: str
     check: Check | None = None
     gpus: int = 0
-    by_hand: str = ""
+    manual_command: str = ""
 
-    def answer(self, gpus: Sequence[str]) -> Outcome:
+    def answer(self, gpus: Sequence[str]) -> CheckOutcome:
         """What this machine says. An error is an answer too: it is missed, with the error."""
         if self.check is None:
-            return Outcome(BY_HAND, self.by_hand)
+            return CheckOutcome(BY_HAND, self.manual_command)
         if len(gpus) < self.gpus:
-            return Outcome(NOT_HERE, f"needs {self.gpus} NVIDIA GPU{'s' * (self.gpus > 1)}, here {len(gpus)}")
+            return CheckOutcome(NOT_HERE, f"needs {self.gpus} NVIDIA GPU{'s' * (self.gpus > 1)}, here {len(gpus)}")
         try:
             return self.check(gpus)
         except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
             last = (str(error).strip().splitlines() or ["without a message"])[-1]
-            return Outcome(MISSED, f"{type(error).__name__}: {last[:200]}")
+            return CheckOutcome(MISSED, f"{type(error).__name__}: {last[:200]}")
 
 
-def answers(gpus: Sequence[str]) -> Iterator[tuple[Line, Outcome, float]]:
+def run_acceptance(gpus: Sequence[str]) -> Iterator[tuple[AcceptanceItem, CheckOutcome, float]]:
     """Every line, what it came to, and its seconds."""
-    for line in LINES:
+    for line in ACCEPTANCE_ITEMS:
         began = time.monotonic()
         found = line.answer(gpus)
         yield line, found, time.monotonic() - began
@@ -92,7 +92,7 @@ def gpus_here() -> list[str]:
 
 def bench_rows(*arguments: str) -> list[dict[str, Any]]:
     """The rows of `halfbyte bench ARGUMENTS --json`."""
-    command = [*ENTRY, "bench", *arguments, "--json"]
+    command = [*RANK_COMMAND, "bench", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
     if not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
@@ -101,20 +101,20 @@ def bench_rows(*arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-def mocked_beside_real(gpus: Sequence[str]) -> Outcome:
+def check_mock_against_real(gpus: Sequence[str]) -> CheckOutcome:
     """Compute only against whole steps of the same mesh."""
     count = str(len(gpus))
-    mesh = (*STEP, "--recipes", "bf16,nvfp4", "--batch", str(2 * len(gpus)), "--mesh", f"fsdp={count}")
+    mesh = (*BENCH_ARGUMENTS, "--recipes", "bf16,nvfp4", "--batch", str(2 * len(gpus)), "--mesh", f"fsdp={count}")
     real, mocked = bench_rows(*mesh), bench_rows(*mesh, "--mock-gpus", count)
     ratios = {a["recipe"]: a["milliseconds"] / b["milliseconds"] for a, b in zip(real, mocked, strict=True)}
     told = ", ".join(f"{name} {ratio:.3f}x" for name, ratio in ratios.items())
     held = all(ratio >= 0.98 for ratio in ratios.values())  # 2% is what two runs of one program differ by
-    return Outcome(HELD if held else MISSED, f"whole steps take {told} of compute only", ratios)
+    return CheckOutcome(HELD if held else MISSED, f"whole steps take {told} of compute only", ratios)
 
 
-def flags_overlap(gpus: Sequence[str]) -> Outcome:
+def check_overlap_flags(gpus: Sequence[str]) -> CheckOutcome:
     """The recommended flags against fewer collectives at a time and against XLA's own."""
-    shape = (*STEP, "--recipes", "bf16,nvfp4", "--batch", str(2 * len(gpus)))
+    shape = (*BENCH_ARGUMENTS, "--recipes", "bf16,nvfp4", "--batch", str(2 * len(gpus)))
     sets = {name: bench_rows(*shape, "--flags", name) for name in ("recommended", "four", "serial", "none")}
     times: dict[str, dict[str, float]] = {}
     for name, rows in sets.items():
@@ -124,23 +124,23 @@ def flags_overlap(gpus: Sequence[str]) -> Outcome:
     told = "; ".join(
         f"{recipe}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in each.items()) for recipe, each in times.items()
     )
-    return Outcome(HELD if held else MISSED, told, times)
+    return CheckOutcome(HELD if held else MISSED, told, times)
 
 
 # In this process
 
 
-def known_by_name(gpus: Sequence[str]) -> Outcome:
+def check_device_known(gpus: Sequence[str]) -> CheckOutcome:
     """Whether the board's name is in the table."""
-    known = bool(device().peak)
-    return Outcome(HELD if known else MISSED, f"{gpus[0]!r} is {device().name}", gpus[0])
+    known = bool(first_device().peak)
+    return CheckOutcome(HELD if known else MISSED, f"{gpus[0]!r} is {first_device().name}", gpus[0])
 
 
-def below_peak(gpus: Sequence[str]) -> Outcome:
+def check_below_peak(gpus: Sequence[str]) -> CheckOutcome:
     """A large bf16 GEMM stays below the table's peak."""
-    peak = device().peak.get("bf16")
+    peak = first_device().peak.get("bf16")
     if peak is None:
-        return Outcome(NOT_HERE, f"the table knows no peak of {device().name}")
+        return CheckOutcome(NOT_HERE, f"the table knows no peak of {first_device().name}")
     size, times = 8192, 20
     a = jnp.ones((size, size), jnp.bfloat16)
     product = jax.jit(lambda a: jax.lax.fori_loop(0, times, lambda _, b: jnp.dot(a, b), a))
@@ -149,82 +149,91 @@ def below_peak(gpus: Sequence[str]) -> Outcome:
     jax.block_until_ready(product(a))
     rate = times * 2 * size**3 / (time.perf_counter() - began)
     told = f"bf16 {rate / 1e12:,.0f} of {peak / 1e12:,.0f} TFLOP/s"
-    return Outcome(HELD if 0.3 * peak < rate <= peak else MISSED, told, rate)
+    return CheckOutcome(HELD if 0.3 * peak < rate <= peak else MISSED, told, rate)
 
 
-def native_gemms(gpus: Sequence[str]) -> Outcome:
-    """Native NVFP4 and MXFP8 GEMMs against the carrier, all three directions; NVFP4 ones of experts too."""
-    if not native_training(device(), "nvfp4"):
-        return Outcome(NOT_HERE, f"{device().name} has no NVFP4 units")
+def accept_native_gemms(gpus: Sequence[str]) -> CheckOutcome:
+    """Native NVFP4 and MXFP8 GEMMs against backend `emulated`, all three directions; NVFP4 ones of experts too."""
+    if not native_training(first_device(), "nvfp4"):
+        return CheckOutcome(NOT_HERE, f"{first_device().name} has no NVFP4 units")
     found: dict[str, float] = {}
     try:
         for name in ("nvfp4", "mxfp8"):
-            agreed = conformance.native_gemms_agree(recipe(name))
+            agreed = ops.compare_native_gemms(recipe(name))
             found |= {f"{name} {gemm}": value for gemm, value in agreed.items()}
-        agreed = conformance.native_experts_agree(recipe("nvfp4"), sides=(512, 256))
+        agreed = ops.compare_native_grouped_gemms(recipe("nvfp4"), sides=(512, 256))
         found |= {f"experts' nvfp4 {gemm}": value for gemm, value in agreed.items()}
-    except conformance.SelfTestFailed as error:
-        return Outcome(MISSED, str(error))
-    return Outcome(HELD, ", ".join(f"{name} off by {value:.2g}" for name, value in found.items()), found)
+    except ops.SelfTestFailed as error:
+        return CheckOutcome(MISSED, str(error))
+    return CheckOutcome(HELD, ", ".join(f"{name} off by {value:.2g}" for name, value in found.items()), found)
 
 
-def operand_bits(recipe_name: str) -> Check:
+def check_operand_bits(recipe_name: str) -> Check:
     """Operands of every backend that serves here against the definition, bit for bit."""
 
-    def check(gpus: Sequence[str]) -> Outcome:
-        found = conformance.operands_agree(recipe(recipe_name))
+    def check(gpus: Sequence[str]) -> CheckOutcome:
+        found = ops.backends_match_reference(recipe(recipe_name))
         told = ", ".join(f"{name} {'equal' if same else 'DIFFER'}" for name, same in found.items())
-        return Outcome(HELD if all(found.values()) else MISSED, f"{told} on {device().name}", found)
+        return CheckOutcome(HELD if all(found.values()) else MISSED, f"{told} on {first_device().name}", found)
 
     return check
 
 
-def mesh_codes(gpus: Sequence[str]) -> Outcome:
+def check_mesh_operands(gpus: Sequence[str]) -> CheckOutcome:
     """Operands of tensors that are cut over the devices that are here."""
     devices = jax.devices()
     if len(devices) < 2:
-        return Outcome(NOT_HERE, "needs two devices, here one")
+        return CheckOutcome(NOT_HERE, "needs two devices, here one")
     cut = devices[: 1 << (len(devices).bit_length() - 1)]
-    found = {name: conformance.operands_on_mesh(recipe(name), cut, features=128) for name in ("nvfp4", "fp8")}
+    found = {name: ops.mesh_operand_mismatches(recipe(name), cut, features=128) for name in ("nvfp4", "fp8")}
     wrong = sum(sum(each.values()) for each in found.values())
-    told = f"{wrong} numbers differ on {len(cut)} x {device().name}, nvfp4 and fp8, tokens and features cut"
-    return Outcome(HELD if wrong == 0 else MISSED, told, found)
+    told = f"{wrong} numbers differ on {len(cut)} x {first_device().name}, nvfp4 and fp8, tokens and features cut"
+    return CheckOutcome(HELD if wrong == 0 else MISSED, told, found)
 
 
-LINES = (
-    Line("mesh-mock", "compute only is a lower bound of a real mesh's step", mocked_beside_real, gpus=2),
-    Line("mesh-flags", "no set of flags is more than 2% faster than the recommended", flags_overlap, gpus=2),
-    Line("device-name", "the board's name is in the device table", known_by_name, gpus=1),
-    Line("device-peak", "a large GEMM stays below the table's peak", below_peak, gpus=1),
-    Line("native-gemms", "native NVFP4 and MXFP8 GEMMs equal the carrier's", native_gemms),
-    Line("kernel-bits", "operands of nvfp4 equal the definition, bit for bit", operand_bits("nvfp4")),
-    Line("fp8-bits", "operands of fp8 equal the definition, bit for bit", operand_bits("fp8")),
-    Line("mesh-codes", "codes do not depend on the mesh", mesh_codes),
-    Line("context-attention", "cuDNN's parts of attention add up", by_hand="pytest tests/ops/test_attention.py"),
-    Line("largest-batch", "the largest batches of docs/speed.md fit",
-         by_hand="halfbyte bench llama3.2-1b --remat none,quantized --unroll 1 --seq 4096 --largest-batch"),
-    Line("kernel-codes", "kernels that write codes, at any width",
-         by_hand="python benchmarks/gpu_kernels.py --only codes --out codes.json"),
-    Line("mesh-order", "a mesh's step is no slower in the order of the roofline",
-         by_hand="halfbyte bench llama3-8b --batch 16 --unroll 1 --remat quantized, and again with --schedule-by xla"),
-    Line("experts", "a GPU's experts are those of the CPU", by_hand="pytest tests/ops/test_grouped.py"),
-    Line("experts-mesh", "experts train on a mesh of GPUs", by_hand="halfbyte train moe-demo --mesh expert=8"),
-    Line("deterministic", "a GPU run repeats itself after kill -9", by_hand="python benchmarks/deterministic.py"),
-    Line("overheads", "guards and saving cost little at 1B", by_hand="python benchmarks/overheads.py"),
-    Line("faults", "every fault ends as it must", by_hand="make faults && make soak"),
-    Line("rank-failures", "NCCL's errors take the same way out", by_hand="docs/faults.md, on several hosts"),
-    Line("serving", "vLLM, SGLang and TensorRT-LLM load an export", by_hand="vllm serve out/nvfp4"),
-    Line("published-checkpoints", "published checkpoints import", by_hand="halfbyte import FOLDER --out RUN"),
-    Line("shared-scales", "what nvfp4_shared_scales costs",
-         by_hand="halfbyte bench llama3.2-1b --recipes bf16,nvfp4,nvfp4_shared_scales"),
-    Line("league-recipes", "recipes after nvfp4 on a GPU: their bits, what they cost",
-         by_hand="pytest tests/formats/test_league.py tests/ops/test_league.py tests/ops/test_remainder.py"),
-    Line("halfbyte-kernels", "the kernels of halfbyte on a GPU: their bits, what they cost",
-         by_hand="pytest tests/ops/kernels/test_on_gpu.py -k forward_operand"),
-    Line("quartet2-kernels", "the kernels of quartet2 on a GPU: their bits, what they cost",
-         by_hand="pytest tests/ops/kernels/test_on_gpu.py -k quartet2"),
-    Line("plan", "a plan is within its band of a step",
-         by_hand="halfbyte plan llama3-8b --device h200 --count 1 --layers 16 --batch 2"),
-    Line("dockerfile", "the image builds", by_hand="docker build -f deploy/Dockerfile ."),
-    Line("cluster-files", "deploy/train.sbatch and jobset.yaml run", by_hand="sbatch deploy/train.sbatch"),
+ACCEPTANCE_ITEMS = (
+    AcceptanceItem("mesh-mock", "compute only is a lower bound of a real mesh's step", check_mock_against_real, gpus=2),
+    AcceptanceItem("mesh-flags", "no set of flags is more than 2% faster than the recommended",
+         check_overlap_flags, gpus=2),
+    AcceptanceItem("device-name", "the board's name is in the device table", check_device_known, gpus=1),
+    AcceptanceItem("device-peak", "a large GEMM stays below the table's peak", check_below_peak, gpus=1),
+    AcceptanceItem("native-gemms", "native NVFP4 and MXFP8 GEMMs equal those of backend emulated", accept_native_gemms),
+    AcceptanceItem("kernel-bits", "operands of nvfp4 equal the definition, bit for bit", check_operand_bits("nvfp4")),
+    AcceptanceItem("fp8-bits", "operands of fp8 equal the definition, bit for bit", check_operand_bits("fp8")),
+    AcceptanceItem("mesh-codes", "codes do not depend on the mesh", check_mesh_operands),
+    AcceptanceItem("context-attention", "cuDNN's parts of attention add up",
+         manual_command="pytest tests/ops/test_attention.py"),
+    AcceptanceItem("largest-batch", "the largest batches of docs/speed.md fit",
+         manual_command="halfbyte bench llama3.2-1b --remat none,quantized --unroll 1 --seq 4096 --largest-batch"),
+    AcceptanceItem("kernel-codes", "kernels that write codes, at any width",
+         manual_command="python benchmarks/gpu_kernels.py --only codes --out codes.json"),
+    AcceptanceItem("mesh-order", "a mesh's step is no slower in the order of the roofline",
+         manual_command="halfbyte bench llama3-8b --batch 16 --unroll 1 --remat quantized, "
+                        "and again with --schedule-by xla"),
+    AcceptanceItem("experts", "a GPU's experts are those of the CPU",
+         manual_command="pytest tests/ops/test_grouped.py"),
+    AcceptanceItem("experts-mesh", "experts train on a mesh of GPUs",
+         manual_command="halfbyte train moe-demo --mesh expert=8"),
+    AcceptanceItem("deterministic", "a GPU run repeats itself after kill -9",
+         manual_command="python benchmarks/deterministic.py"),
+    AcceptanceItem("overheads", "guards and saving cost little at 1B", manual_command="python benchmarks/overheads.py"),
+    AcceptanceItem("faults", "every fault ends as it must", manual_command="make faults && make soak"),
+    AcceptanceItem("rank-failures", "NCCL's errors take the same way out",
+         manual_command="docs/faults.md, on several hosts"),
+    AcceptanceItem("serving", "vLLM, SGLang and TensorRT-LLM load an export", manual_command="vllm serve out/nvfp4"),
+    AcceptanceItem("published-checkpoints", "published checkpoints import",
+         manual_command="halfbyte import FOLDER --out RUN"),
+    AcceptanceItem("shared-scales", "what nvfp4_shared_scales costs",
+         manual_command="halfbyte bench llama3.2-1b --recipes bf16,nvfp4,nvfp4_shared_scales"),
+    AcceptanceItem("league-recipes", "recipes after nvfp4 on a GPU: their bits, what they cost",
+         manual_command="pytest tests/formats/test_league.py tests/ops/test_league.py tests/ops/test_remainder.py"),
+    AcceptanceItem("halfbyte-kernels", "the kernels of halfbyte on a GPU: their bits, what they cost",
+         manual_command="pytest tests/ops/kernels/test_on_gpu.py -k forward_operand"),
+    AcceptanceItem("quartet2-kernels", "the kernels of quartet2 on a GPU: their bits, what they cost",
+         manual_command="pytest tests/ops/kernels/test_on_gpu.py -k quartet2"),
+    AcceptanceItem("plan", "a plan is within its band of a step",
+         manual_command="halfbyte plan llama3-8b --device h200 --count 1 --layers 16 --batch 2"),
+    AcceptanceItem("dockerfile", "the image builds", manual_command="docker build -f deploy/Dockerfile ."),
+    AcceptanceItem("cluster-files", "deploy/train.sbatch and jobset.yaml run",
+         manual_command="sbatch deploy/train.sbatch"),
 )  # fmt: skip

@@ -13,9 +13,8 @@ from typing import Annotated
 
 import tyro
 
-from halfbyte.cli.interrupting import terminated_as_interrupted
-from halfbyte.cli.result import Result
-from halfbyte.cli.screen import progress, say
+from halfbyte.cli.console import CommandResult, print_line, progress
+from halfbyte.cli.terminal_signals import sigterm_as_interrupt
 
 
 @dataclass(frozen=True)
@@ -26,16 +25,16 @@ class Args:
     """Run directory to make; default runs/NAME-OF-THE-FOLDER."""
 
 
-def run(args: Args) -> Result:
+def run(args: Args) -> CommandResult:
     from halfbyte import models
-    from halfbyte.interchange import import_folder
+    from halfbyte.hf import import_hf_folder
 
     folder = Path(args.folder)
     out = Path(args.out) if args.out else Path("runs") / folder.resolve().name
-    with terminated_as_interrupted(), progress("files") as watch:
-        config = import_folder(folder, out, watch=watch)
+    with sigterm_as_interrupt(), progress("files") as watch:
+        config = import_hf_folder(folder, out, watch=watch)
     count = models.count_params(config.model)
     kind = models.family_of(config.model).architecture.removesuffix("ForCausalLM")
-    say(f"{out}: {config.model.name}, {kind}, {count:,} parameters, from {folder}")
-    say(f'next: halfbyte generate {out} --prompt "..."  or  halfbyte train --init-from {out} --data DIR')
-    return Result({"run_dir": str(out), "model": config.model.name, "parameters": count, "family": kind})
+    print_line(f"{out}: {config.model.name}, {kind}, {count:,} parameters, from {folder}")
+    print_line(f'next: halfbyte generate {out} --prompt "..."  or  halfbyte train --init-from {out} --data DIR')
+    return CommandResult({"run_dir": str(out), "model": config.model.name, "parameters": count, "family": kind})

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from halfbyte.cli.result import Result
-from halfbyte.cli.screen import console, note, progress
-from halfbyte.inputs import check_output, check_whole, replace_file, write_json
+from halfbyte.cli.console import CommandResult, console, print_note, progress
+from halfbyte.io import atomic_write, check_float, check_int, validated_output_path, write_json
 
 if TYPE_CHECKING:
-    from halfbyte.train.reading import RunDirectory
+    from halfbyte.train.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -41,45 +40,54 @@ class Args:
     """Where to write inspect.html and inspect.json; default: the run directory."""
 
 
-def run(args: Args) -> Result:
-    note(f"reading {args.run}")
-    from halfbyte.diagnosis.inspection import compiled_soon, inspect
-    from halfbyte.diagnosis.inspection_page import decibels, html, terminal
-    from halfbyte.interchange.opening import forward_recipe, restore_params
-    from halfbyte.recipe import read_policy
-    from halfbyte.sharding import DEFAULT_RULES
-    from halfbyte.train import resolve
-    from halfbyte.train.reading import open_directory
+def run(args: Args) -> CommandResult:
+    check_float("--snr", args.snr, holds=True, wanted="a number of decibels")
+    print_note(f"reading {args.run}")
+    from halfbyte.distributed import DEFAULT_RULES
+    from halfbyte.evaluation.inspection import (
+        fast_compile_options,
+        inspect_step,
+        inspection_html,
+        inspection_table,
+        snr_cell,
+    )
+    from halfbyte.hf.model_loading import recipe_at_step, restore_params
+    from halfbyte.recipes import read_policy_text
+    from halfbyte.train import resolve_policy
+    from halfbyte.train.run_directory import open_run_directory
 
-    check_whole("--batches", args.batches, least=1)
+    check_int("--batches", args.batches, least=1)
     directory = Path(args.run)
-    opened = open_directory(directory)
+    opened = open_run_directory(directory)
     config = opened.config
-    out = check_output(args.out, flag="--out") if args.out else directory
+    out = validated_output_path(args.out, flag="--out") if args.out else directory
     out.mkdir(parents=True, exist_ok=True)
     restored = restore_params(opened, mesh=None, rules=DEFAULT_RULES, step=args.step or None)
-    chosen = forward_recipe(config, restored.step, args.recipe)
-    text = read_policy(args.policy or config.policy)
-    resolved = resolve(config.model, text, chosen)
+    chosen = recipe_at_step(config, restored.step, args.recipe)
+    text = read_policy_text(args.policy or config.policy)
+    resolved = resolve_policy(config.model, text, chosen)
     batches = first_batches(opened, args.batches)
-    with progress("linears") as watch, compiled_soon(config.model):
-        found = inspect(config, resolved, restored.items["params"], batches, step=restored.step, say=note, watch=watch)
+    with progress("linears") as watch, fast_compile_options(config.model):
+        found = inspect_step(
+            config, resolved, restored.items["params"], batches, step=restored.step, say=print_note, watch=watch
+        )
     policy = found.policy(text, args.snr)
     screen = console()
-    screen.print(terminal(found, args.snr))
+    screen.print(inspection_table(found, args.snr))
     for row in found.worst()[:3]:
         layer, site, gemm, _ = row
-        screen.print(f"layer {layer} {site} {gemm}: {decibels(found, row)} dB", markup=False)
+        screen.print(f"layer {layer} {site} {gemm}: {snr_cell(found, row)} dB", markup=False)
     verdict = "every GEMM reaches" if policy == text else "to reach"
     screen.print(f"{verdict} {args.snr:g} dB: --policy {policy!r}", markup=False, soft_wrap=True)
     lines = [f"{directory}, step {restored.step}, recipe {chosen.name}, policy {text}, {found.batches} batches"]
     data = {"wanted": args.snr, **describe(found, policy)}
-    replace_file(
-        out / "inspect.html", html(found, title=f"Inspect: {config.name}", lines=lines, policy=policy, wanted=args.snr)
+    atomic_write(
+        out / "inspect.html",
+        inspection_html(found, title=f"Inspect: {config.name}", lines=lines, policy=policy, wanted=args.snr),
     )
     write_json(out / "inspect.json", data)
     screen.print(f"report: {out / 'inspect.html'}", markup=False)
-    return Result(data)
+    return CommandResult(data)
 
 
 def first_batches(opened: "RunDirectory", many: int) -> Any:
@@ -89,10 +97,12 @@ def first_batches(opened: "RunDirectory", many: int) -> Any:
     from jax.sharding import SingleDeviceSharding
 
     from halfbyte.train import run_mesh
-    from halfbyte.train.preflight import check_room
+    from halfbyte.train.preflight import check_fits_memory
 
     source, here = opened.source(), SingleDeviceSharding(local_devices()[0])
-    check_room(ShapeDtypeStruct((16, opened.config.batch, source.seq), jnp.int32, sharding=here))  # four, prefetched
+    check_fits_memory(
+        ShapeDtypeStruct((16, opened.config.batch, source.seq), jnp.int32, sharding=here)
+    )  # four, prefetched
     loader = source.loader(run_mesh(opened.config))
     try:
         return [{n: jnp.asarray(v, jnp.int32) for n, v in rows.items()} for rows in itertools.islice(loader, many)]

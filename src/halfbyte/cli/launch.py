@@ -14,10 +14,9 @@ from typing import Any
 
 import tyro
 
-from halfbyte.cli.flags import read_flags
-from halfbyte.cli.result import Result
-from halfbyte.cli.screen import note
-from halfbyte.inputs import check_real, check_whole
+from halfbyte.cli.console import CommandResult, print_note
+from halfbyte.cli.flag_parsing import read_flags
+from halfbyte.io import check_float, check_int
 
 AFTER = "write the command after --, as in: halfbyte launch -- train demo --run-dir runs/demo"
 
@@ -37,10 +36,10 @@ class Args:
     """Once one rank has ended, the others have this long before they are killed."""
 
     def __post_init__(self) -> None:
-        check_whole("--ranks", self.ranks, least=1)
-        check_whole("--restarts", self.restarts)
-        check_real("--pause-s", self.pause_s, holds=0 <= self.pause_s < 1e6, wanted="0 or more seconds, below 1e6")
-        check_real("--grace-s", self.grace_s, holds=0 <= self.grace_s < 1e6, wanted="0 or more seconds, below 1e6")
+        check_int("--ranks", self.ranks, least=1)
+        check_int("--restarts", self.restarts)
+        check_float("--pause-s", self.pause_s, holds=0 <= self.pause_s < 1e6, wanted="0 or more seconds, below 1e6")
+        check_float("--grace-s", self.grace_s, holds=0 <= self.grace_s < 1e6, wanted="0 or more seconds, below 1e6")
 
 
 def parse(argv: list[str]) -> Args:
@@ -55,29 +54,29 @@ def parse(argv: list[str]) -> Args:
     return replace(args, command=tuple(command))
 
 
-def run(args: Args) -> Result:
+def run(args: Args) -> CommandResult:
     """Supervise the ranks."""
-    from halfbyte.launch.supervise import Policy, Supervisor, newest_checkpoint
+    from halfbyte.distributed.supervisor import RestartPolicy, Supervisor, newest_checkpoint
 
     command, directory = with_run_directory(args.command)
-    policy = Policy(restarts=args.restarts, pause_s=args.pause_s, grace_s=args.grace_s)
+    policy = RestartPolicy(restarts=args.restarts, pause_s=args.pause_s, grace_s=args.grace_s)
     supervisor = Supervisor(
         command, args.ranks, policy, progress=lambda: newest_checkpoint(directory),
-        say=lambda text: note(f"halfbyte launch: {text}"),
+        say=lambda text: print_note(f"halfbyte launch: {text}"),
     )  # fmt: skip
     code = supervisor.run()
     data: dict[str, Any] = {"run_dir": str(directory), "restarts": supervisor.restarts, "exit_code": code}
-    return Result(data, code if code >= 0 else 128 - code)
+    return CommandResult(data, code if code >= 0 else 128 - code)
 
 
 def with_run_directory(command: tuple[str, ...]) -> tuple[list[str], Path]:
     """(the command with a --run-dir, that directory): a restart must find what the start before has left."""
-    from halfbyte.cli.train import flag_value, split_name
+    from halfbyte.cli.train import flag_value, split_run_name
 
     words = list(command)
     given = flag_value(words, "--run-dir")
     if given:
         return words, Path(given)
-    name = split_name(words[1:])[0] or "demo"
+    name = split_run_name(words[1:])[0] or "demo"
     directory = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     return [*words, "--run-dir", str(directory)], directory

@@ -36,11 +36,13 @@ error: the command ends as the shell's own tools do.
 
 import ast
 import atexit
+import codecs
 import contextlib
 import difflib
 import errno
 import gc
 import importlib
+import io
 import json
 import math
 import os
@@ -54,16 +56,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from halfbyte.cli.attending import attended
-from halfbyte.cli.errors import say_error
-from halfbyte.cli.interrupting import keep_interrupts, resumable
-from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
-from halfbyte.inputs import refuse_url
-from halfbyte.inputs.programs import only_named
+from halfbyte.cli.console import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, CommandResult, say_error
+from halfbyte.cli.terminal_signals import exit_as_preempted, keep_user_informed, reraise_lost_interrupts
+from halfbyte.io import refuse_url
+from halfbyte.io.trusted_programs import trust_only_named_programs
+from halfbyte.renamed import shorten_warnings
 
-HERE = Path(__file__).parent
+CLI_DIR = Path(__file__).parent
 DEFINES_RUN = re.compile(r"^def run\(", re.MULTILINE)
-PACKAGE = HERE.parent
+PACKAGE_DIR = CLI_DIR.parent
 LEFT_THREADS_S = 5.0
 BAD_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 BAD_PATH_CODES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENODEV, errno.ENXIO)
@@ -71,10 +72,10 @@ BAD_PATH_CODES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENODEV, er
 MACHINE_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EFBIG, errno.ENOMEM)
 # Importing and tracing make a million small objects that stay: with Python's own thresholds looking for garbage among
 # them takes most of a second of a start.
-GARBAGE = (50_000, 20, 100)
+GC_THRESHOLDS = (50_000, 20, 100)
 BROKEN_PIPE = 128 + signal.SIGPIPE
 # Shown first and in this order by `halfbyte --help`; commands not named here follow by name.
-ORDER = tuple(
+COMMAND_ORDER = tuple(
     "train launch fetch verify generate eval compare parity league playbook inspect plan data recipes bench import "
     "export doctor".split()
 )
@@ -84,8 +85,9 @@ def entry() -> None:
     """The console script. Output that nobody reads any more ends the program quietly, with the code of SIGPIPE. A
     thread that a library has left waiting (Orbax, after a write that failed) does not keep the process."""
     open_standard_streams()
-    gc.set_threshold(*GARBAGE)
-    keep_interrupts()
+    shorten_warnings()
+    gc.set_threshold(*GC_THRESHOLDS)
+    reraise_lost_interrupts()
     try:
         code = main()
         sys.stdout.flush()
@@ -94,25 +96,25 @@ def entry() -> None:
         code = BROKEN_PIPE
     except KeyboardInterrupt:  # before a command has begun, or while it is being left
         say_error("interrupted")
-        code = FAILED
+        code = EXIT_FAILED
     if code == BROKEN_PIPE:  # what is still buffered must not be tried again when Python shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
         timer = threading.Timer(LEFT_THREADS_S, lambda: os._exit(code))
         timer.daemon = True
         timer.start()
-    if "halfbyte.ranks" in sys.modules:  # where it was needed; it loads JAX
-        _leave_the_group(code)
+    if "halfbyte.distributed.jax_runtime" in sys.modules:  # where it was needed; it loads JAX
+        _exit_group(code)
     if "jaxlib" in sys.modules:
         _leave_with_jax(code)
     sys.exit(code)
 
 
-def _leave_the_group(code: int) -> None:
-    from halfbyte.ranks import is_connected, leave_and_exit
+def _exit_group(code: int) -> None:
+    from halfbyte.distributed import is_connected, shutdown_and_exit
 
     if is_connected():
-        leave_and_exit(code)
+        shutdown_and_exit(code)
 
 
 def _leave_with_jax(code: int) -> None:
@@ -131,7 +133,7 @@ def _leave_with_jax(code: int) -> None:
         try:
             stream.flush()
         except (OSError, ValueError):  # a full disk, or a stream that is closed
-            code = code or FAILED
+            code = code or EXIT_FAILED
     os._exit(code)
 
 
@@ -143,8 +145,12 @@ def open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 (open for the life of the program)
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # an encoding without a character (PYTHONIOENCODING=ascii) ends no command
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="replace" if stream.isatty() else "backslashreplace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,12 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = find_commands()
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview(commands))
-        return DONE
+        return EXIT_OK
     if argv[0] in ("-V", "--version"):
         import halfbyte
 
         print(f"halfbyte {halfbyte.__version__}")
-        return DONE
+        return EXIT_OK
     name, flags = argv[0], argv[1:]
     if name not in commands:
         return unknown_command(name, commands)
@@ -168,13 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def find_commands() -> dict[str, Path]:
     """Command name -> its file, for every module of this folder that defines `run` at top level."""
-    files = [file for file in HERE.glob("*.py") if DEFINES_RUN.search(file.read_text(encoding="utf-8"))]
+    files = [file for file in CLI_DIR.glob("*.py") if DEFINES_RUN.search(file.read_text(encoding="utf-8"))]
     found = {file.stem.rstrip("_").replace("_", "-"): file for file in files}
-    rank = {name: place for place, name in enumerate(ORDER)}
-    return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(ORDER)), item[0])))
+    rank = {name: place for place, name in enumerate(COMMAND_ORDER)}
+    return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(COMMAND_ORDER)), item[0])))
 
 
-def summary(file: Path) -> str:
+def command_summary(file: Path) -> str:
     """First line of the module's docstring, without importing it."""
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return doc.partition("\n")[0].rstrip(".")
@@ -183,7 +189,7 @@ def summary(file: Path) -> str:
 def overview(commands: Mapping[str, Path]) -> str:
     """What `halfbyte --help` prints."""
     width = max(map(len, commands), default=0)
-    lines = [f"  {name:<{width}}  {summary(file)}" for name, file in commands.items()]
+    lines = [f"  {name:<{width}}  {command_summary(file)}" for name, file in commands.items()]
     return "\n".join(
         [
             "halfbyte: language-model pretraining in 4-bit NVFP4, on the hardware you have",
@@ -202,37 +208,43 @@ def unknown_command(name: str, commands: Mapping[str, Path]) -> int:
     hint = f"did you mean `halfbyte {near[0]}`?" if near else f"commands: {', '.join(commands)}."
     what = "flag" if name.startswith("-") else "command"
     say_error(f"unknown {what} {name!r}; {hint}")
-    return BAD_INPUT
+    return EXIT_BAD_INPUT
 
 
 def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> int:
     """Parses the flags, runs the command with stdout kept clean if `as_json`, and reports any error."""
-    from halfbyte.devices.platform import is_compiler_alone, load_jax_quietly, settle_platform
+    from halfbyte.devices.compile_target import (
+        force_cpu_without_gpu,
+        has_compiler_without_gpu,
+        import_jax_silencing_stderr,
+    )
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(only_named(flags))
-        stack.enter_context(attended(name))
+        stack.enter_context(trust_only_named_programs(flags))
+        stack.enter_context(keep_user_informed(name))
         if name == "train":
-            stack.enter_context(resumable())
-        if is_compiler_alone():
-            settle_platform(os.environ)
-            load_jax_quietly()
+            stack.enter_context(exit_as_preempted())
+        if name == "plan":  # XLA lists the instructions that a profile of a step has not: 172 lines for one step
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        if has_compiler_without_gpu():
+            force_cpu_without_gpu(os.environ)
+            import_jax_silencing_stderr()
         stdout = stack.enter_context(_stdout_to_stderr()) if as_json else sys.stdout
         try:
             refuse_urls(name, flags)
             module = importlib.import_module(f"halfbyte.cli.{file.stem}")
-            result: Result = module.run(parse_flags(name, module, flags))
+            result: CommandResult = module.run(parse_flags(name, module, flags))
         except SystemExit as stop:  # the parser has said what is wrong, or printed its help
-            return stop.code if isinstance(stop.code, int) else (DONE if stop.code is None else FAILED)
+            return stop.code if isinstance(stop.code, int) else (EXIT_OK if stop.code is None else EXIT_FAILED)
         except KeyboardInterrupt:
             say_error(f"`halfbyte {name}` was interrupted")
-            return FAILED
+            return EXIT_FAILED
         except BrokenPipeError:
             return BROKEN_PIPE
         except Exception as error:
-            return report(error)
+            return report_error(error)
     if as_json:
-        print(json.dumps(plain(result.data), default=str, allow_nan=False), file=stdout, flush=True)
+        print(json.dumps(to_jsonable(result.data), default=str, allow_nan=False), file=stdout, flush=True)
     return result.code
 
 
@@ -248,23 +260,23 @@ def parse_flags(name: str, module: ModuleType, flags: list[str]) -> Any:
     """The command's arguments. An unknown flag ends the program with the nearest one named, exit code 2."""
     if hasattr(module, "parse"):
         return module.parse(flags)
-    from halfbyte.cli.flags import read_flags
+    from halfbyte.cli.flag_parsing import read_flags
 
     return read_flags(module.Args, flags, prog=f"halfbyte {name}", doc=module.__doc__)
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """`value` as JSON can hold it: arrays become lists, array scalars numbers, and what is not finite null."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
+        return [to_jsonable(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return plain(value.tolist()) if hasattr(value, "tolist") else value
+    return to_jsonable(value.tolist()) if hasattr(value, "tolist") else value
 
 
-def report(error: Exception) -> int:
+def report_error(error: Exception) -> int:
     """Says what went wrong; 2 if the input was at fault, 1 if we were."""
     ours = is_bad_input(error)
     machine = isinstance(error, OSError) and error.errno in MACHINE_CODES
@@ -272,7 +284,7 @@ def report(error: Exception) -> int:
         traceback.print_exception(error)
     kind = "" if ours else "failed: " if machine else f"failed: {type(error).__name__}: "
     say_error(kind + _paragraph(error))
-    return BAD_INPUT if ours else FAILED
+    return EXIT_BAD_INPUT if ours else EXIT_FAILED
 
 
 def is_bad_input(error: BaseException) -> bool:
@@ -284,7 +296,7 @@ def is_bad_input(error: BaseException) -> bool:
     if not isinstance(error, ValueError) or error.__traceback__ is None:
         return False
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(innermost).is_relative_to(PACKAGE)
+    return Path(innermost).is_relative_to(PACKAGE_DIR)
 
 
 def _no_platform(error: BaseException) -> bool:

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from halfbyte.cli.result import NOT_PASSED, PREEMPTED, Result
-from halfbyte.cli.study import Study, conduct, plan_of
-from halfbyte.inputs import seconds_of
+from halfbyte.cli.console import EXIT_NOT_PASSED, EXIT_PREEMPTED, CommandResult
+from halfbyte.cli.study_flags import StudyArgs, build_study_plan, run_study_to_report
+from halfbyte.io import seconds_of
 
 if TYPE_CHECKING:
-    from halfbyte.parity.plan import Plan
+    from halfbyte.study.study_plan import StudyPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Study):
+class Args(StudyArgs):
     model: Annotated[str, tyro.conf.Positional]
     """A named run (demo, llama-60m, ...), a config file (.json)."""
     candidates: str = ""
@@ -40,22 +40,22 @@ class Args(Study):
     there is shown, exit code 75, and the same command goes on."""
 
 
-def run(args: Args) -> Result:
+def run(args: Args) -> CommandResult:
     within = seconds_of(args.within, "within") if args.within else math.inf
-    found = conduct(args, *make_plan(args), within=within)
+    found = run_study_to_report(args, *make_study_plan(args), within=within)
     if args.within and not found.data["complete"]:
-        return dataclasses.replace(found, code=PREEMPTED)
-    return found if found.code or found.data["passed"] else dataclasses.replace(found, code=NOT_PASSED)
+        return dataclasses.replace(found, code=EXIT_PREEMPTED)
+    return found if found.code or found.data["passed"] else dataclasses.replace(found, code=EXIT_NOT_PASSED)
 
 
-def make_plan(args: Args) -> tuple["Plan", Path]:
+def make_study_plan(args: Args) -> tuple["StudyPlan", Path]:
     """The plan that the flags ask for, and its directory."""
     candidates = [text for text in args.candidates.split(",") if text.strip()]
-    plan = plan_of(args, args.model, candidates or ([] if args.arms else ["nvfp4"]), looks=looks_of(args))
+    plan = build_study_plan(args, args.model, candidates or ([] if args.arms else ["nvfp4"]), looks=parse_looks(args))
     return plan, Path(args.out or f"parity/{plan.base.name}")
 
 
-def looks_of(args: Args) -> tuple[int, ...]:
+def parse_looks(args: Args) -> tuple[int, ...]:
     """Those of --looks, and one after all seeds."""
     texts = [text.strip() for text in args.looks.split(",") if text.strip()]
     if not texts:

@@ -14,9 +14,18 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.result import DONE, NOT_PASSED, Result
-from halfbyte.cli.screen import console, say, table
-from halfbyte.inputs import check_output, check_real, check_whole, replace_file
+from halfbyte.cli.console import (
+    EXIT_NOT_PASSED,
+    EXIT_OK,
+    CommandResult,
+    console,
+    print_line,
+    print_paragraph,
+    print_table,
+    rich_table,
+)
+from halfbyte.io import atomic_write, check_float, check_int, validated_output_path
+from halfbyte.io.install_command import install_command
 
 SHOWN = 12  # layouts in the table of --search
 
@@ -66,42 +75,45 @@ class Args:
     """The simulated schedule for ui.perfetto.dev (.json.gz)."""
 
 
-def run(args: Args) -> Result:
+def run(args: Args) -> CommandResult:
     from halfbyte import plan
-    from halfbyte.devices import device
+    from halfbyte.devices import device_by_name
+    from halfbyte.plan import plan_outcome
 
     for flag in ("html", "trace"):
         if getattr(args, flag) is not None:
-            check_output(getattr(args, flag), flag=f"--{flag}")
-    known = plan.overheads(args.parity) if args.parity else {}
-    tokens = plan.tokens_of(args.tokens) if args.tokens else 0.0
+            validated_output_path(getattr(args, flag), flag=f"--{flag}")
+    known = plan_outcome.token_overheads(args.parity) if args.parity else {}
+    tokens = plan.parse_tokens(args.tokens) if args.tokens else 0.0
     _check_together(args)
-    on = plan.cluster(device(args.device), args.count)
+    on = plan.make_cluster(device_by_name(args.device), args.count)
     if args.search:
         return _search(args, on)
     found: dict[str, Any] = {}
     names = dict.fromkeys([args.recipe, *filter(None, args.versus.split(","))])
-    for name, (config, assumed) in {name: config_of(args, name, on) for name in names}.items():  # all, then compiled
+    for name, (config, assumed) in {name: plan_config(args, name, on) for name in names}.items():  # all, then compiled
         if args.xla_flags != "recommended":
             assumed += (f"XLA has the flags {args.xla_flags}",)
-        found[name] = plan.outcome(config, on, plan.reading(config, on, args.xla_flags, say=say), assumed=assumed)
+        found[name] = plan.evaluate_plan(
+            config, on, plan.profile_step(config, on, args.xla_flags, say=print_line), assumed=assumed
+        )
     data = _data(args, on, found)
     if tokens:
         data["budget"] = {}
         for name, each in found.items():
             overhead = plan.overhead_of(each.config, known)
-            data["budget"][name] = plan.budget(each, tokens=tokens, price=args.price, overhead=overhead)
+            data["budget"][name] = plan_outcome.run_budget(each, tokens=tokens, price=args.price, overhead=overhead)
     if known:
-        data["break_even"] = plan.break_even(found[args.recipe], list(found.values()), known)
+        data["break_even"] = plan_outcome.break_even_overhead(found[args.recipe], list(found.values()), known)
     _show(data)
     _write(args, data, found)
-    return Result(data, NOT_PASSED if any(row["problems"] for row in data["recipes"].values()) else DONE)
+    return CommandResult(data, EXIT_NOT_PASSED if any(row["problems"] for row in data["recipes"].values()) else EXIT_OK)
 
 
 def _check_together(args: Args) -> None:
     """Raises ValueError for flags that would have no effect, and for a CUDA compiler that is installed in part."""
     from halfbyte.devices import check_cuda_compiler
-    from halfbyte.plan.reading import can_compile
+    from halfbyte.plan.compiled_step import can_compile
 
     idle = [name for name in ("versus", "tokens", "price", "parity", "html", "trace") if getattr(args, name)]
     other = args.xla_flags != "recommended"
@@ -110,23 +122,23 @@ def _check_together(args: Args) -> None:
     if args.search and idle:
         raise ValueError(f"search: it compares layouts of one recipe, without --{' and --'.join(idle)}; leave one out")
     if other and not can_compile():
-        raise ValueError("xla-flags: nothing is compiled without the CUDA compiler: pip install 'halfbyte[plan]'")
+        raise ValueError(f"xla-flags: nothing is compiled without the CUDA compiler: {install_command('plan')}")
     if can_compile():
         check_cuda_compiler()
     if args.price and not args.tokens:
         raise ValueError("price: what a run costs takes its --tokens (15T, 300B)")
 
 
-def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
+def plan_config(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
     """The preset's run with the flags of this command on `on`, and what was assumed."""
-    from halfbyte.cli.base_config import run_of
-    from halfbyte.plan import placed
+    from halfbyte.cli.flag_parsing import config_for_name
+    from halfbyte.plan import place_run
 
-    preset: Any = run_of(args.model)
-    check_whole("batch", args.batch, zero="the preset's")
-    check_whole("layers", args.layers, zero="all")
-    check_real("price", args.price, holds=args.price >= 0, wanted="0 or more")
-    check_real("minutes", args.minutes, holds=args.minutes >= 0, wanted="0 or more")
+    preset: Any = config_for_name(args.model)
+    check_int("batch", args.batch, zero="the preset's")
+    check_int("layers", args.layers, zero="all")
+    check_float("price", args.price, holds=args.price >= 0, wanted="0 or more")
+    check_float("minutes", args.minutes, holds=args.minutes >= 0, wanted="0 or more")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)
     changes: dict[str, Any] = {"policy": args.policy, "remat": args.remat, "seq": args.seq or preset.seq or 8192}
     changes = {name: value for name, value in changes.items() if value}
@@ -135,95 +147,101 @@ def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
     if args.reduce_dtype:
         precision = dataclasses.replace(config.precision, reduce_dtype=args.reduce_dtype)
         config = dataclasses.replace(config, precision=precision)
-    return placed(config, on, mesh=args.mesh, batch=args.batch)
+    return place_run(config, on, mesh=args.mesh, batch=args.batch)
 
 
 def _data(args: Args, on: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-    from halfbyte import plan
+    from halfbyte.plan.plan_outcome import outcome_to_json
+    from halfbyte.plan.rate_calibration import calibration_note
 
     ordered = list(found.values())
-    residual = plan.residual(on.device)
     return {
         "model": args.model,
         "device": on.device.name,
         "count": on.count,
         "rack": on.rack,
-        "recipes": {name: plan.as_json(each, ordered) for name, each in found.items()},
-        "band": f"absolute figures are within +-{plan.BAND:.0%}; the worst held-out step was {residual:.0%} off; "
-        f"ratios are safer. {plan.FORMS_TRIED} forms of the model were tried; {plan.ASSUMED}.",
+        "recipes": {name: outcome_to_json(each, ordered) for name, each in found.items()},
+        "band": calibration_note(on.device, max(each.band for each in ordered)),
         "peaks_reached": dict(ordered[0].rates.gemm),
     }
 
 
 def _show(data: Mapping[str, Any]) -> None:
-    from halfbyte import plan
+    from halfbyte.plan import plan_report
 
     title = f"{data['model']} on {data['count']} {data['device']}"
-    console().print(table(plan.COLUMNS, [plan.cells(name, row) for name, row in data["recipes"].items()], title=title))
+    for words in dict.fromkeys(row["remarks"][0] for row in data["recipes"].values() if not row["compiled"]):
+        print_paragraph(words)
+    rows = [plan_report.plan_cells(name, row) for name, row in data["recipes"].items()]
+    print_table(plan_report.PLAN_COLUMNS, rows, title=title)
     for name, row in data["recipes"].items():
-        say(
+        print_paragraph(
             f"{name}: mesh {row['mesh'] or 'one device'}, batch {row['batch']}, remat {row['remat']}, "
             f"policy {row['policy']}"
         )
         for words in (*row["problems"], *row["remarks"]):
-            say(f"  {words}")
+            print_paragraph(f"  {words}")
     first = next(iter(data["recipes"].values()))
-    console().print(table(plan.LONGEST, map(plan.longest, first["most_expensive"]), title="what takes longest"))
+    longest = map(plan_report.longest_row, first["most_expensive"])
+    print_table(plan_report.LONGEST_COLUMNS, longest, title="what takes longest")
     for name, each in data.get("budget", {}).items():
-        cost = (
-            f", {each['cost']:,.0f} (a percent of step time is worth {each['cost'] / 100:,.0f})" if each["cost"] else ""
-        )
-        energy = f", at most {each['megawatt_hours_at_most']:,.0f} MWh"
+        worth = f"(a percent of step time is worth {(each['cost'] or 0) / 100:,.0f})"
+        cost = f", cost {each['cost']:,.0f} in the unit of --price {worth}" if each["cost"] else ""
+        energy = f", at most {each['megawatt_hours_at_most']:,.0f} MWh for the GPUs without hosts, network and cooling"
         unknown = "break_even" in data and each["token_overhead"] is None
         more = "; the report does not say how many more it needs" if unknown else ""
-        say(f"{name}: {each['days']:.1f} days to {each['tokens']:.3g} tokens{cost}{energy}{more}")
+        days = "{:.1f} days ({:.1f} to {:.1f})".format(each["days"], *each["days_band"])
+        print_paragraph(f"{name}: {days} to {each['tokens']:.3g} tokens{cost}{energy}{more}")
     for each in data.get("break_even", ()):
         verdict = {True: "a gain", False: "no gain", None: "not known: the study has not both"}[each["gain"]]
-        say(f"against {each['against']}: may need {each['may_need_more_tokens']:.1%} more tokens; {verdict}")
-    say(data["band"])
+        print_paragraph(
+            f"against {each['against']}: may need {each['may_need_more_tokens']:.1%} more tokens; {verdict}"
+        )
+    print_paragraph(data["band"])
 
 
 def _write(args: Args, data: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    from halfbyte import plan
+    from halfbyte.plan import plan_report
 
     title = f"{args.model} on {args.count} {args.device}"
     made: dict[Path | None, Callable[[], str | bytes]] = {
-        args.html: lambda: plan.page(title, data, found),
-        args.trace: lambda: plan.trace(found),
+        args.html: lambda: plan_report.plan_html(title, data, found),
+        args.trace: lambda: plan_report.perfetto_trace(found),
     }
     for path, content in made.items():
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content())
+            atomic_write(path, content())
 
 
-def _search(args: Args, on: Any) -> Result:
+def _search(args: Args, on: Any) -> CommandResult:
     from halfbyte import plan
-    from halfbyte.cli.base_config import words_for
-    from halfbyte.plan.search import command, coverage, front, pipelines, rank
+    from halfbyte.cli.flag_parsing import train_arguments
+    from halfbyte.plan.layout_search import command, coverage, pareto_front, pipeline_parallelism_note, rank_of_current
 
-    config, _ = config_of(args, args.recipe, on)
-    found = plan.search(config, on, minutes=args.minutes, say=say)
+    config, _ = plan_config(args, args.recipe, on)
+    found = plan.search_layouts(config, on, minutes=args.minutes, say=print_line)
     if not found:
         raise ValueError(f"search: no layout of {args.model} fits {on.count} {on.device.name}; take a larger --count")
-    listed, place, known = [_layout(c) for c in found], rank(config, found), coverage(found)
+    listed, place, known = [_layout(c) for c in found], rank_of_current(config, found), coverage(found)
     rows = [(*list(row.values())[:4], f"{row['step_time_s']:.3f}", f"{row['gib']:.0f}", row["known_from"])
             for row in listed[:SHOWN]]  # fmt: skip
     heads = ("mesh", "remat", "reduced in", "microbatches", "step s", "GiB", "known from")
-    console().print(table(heads, rows, title=f"layouts, batch {config.batch}"))
-    say(f"the preset's layout is {'not among those that fit' if place is None else f'number {place} of {len(found)}'}")
-    say(
+    console().print(rich_table(heads, rows, title=f"layouts, batch {config.batch}"))
+    rank = f"number {place} of {known['ranked']} compiled" if place and place <= known["ranked"] else "not compiled"
+    print_paragraph(f"the preset's layout is {rank if place else 'not among those that fit'}")
+    print_paragraph(
         f"{known['near']} layouts are near the best by the bound; {known['compiled']} are compiled, {known['refused']} "
         f"refused, {known['near_not_compiled'] - known['refused']} left to a next call; of all others the bound leaves "
         f"{known['not_ruled_out']} that might be faster"
     )
     layers = ("--model.layers", str(args.layers)) if args.layers else ()
-    best = command(found[0].config, (*words_for(args.model), *layers))
-    say(f"best: {best}")
-    say(pipelines(config, on))
-    return Result({
+    best = command(found[0].config, (*train_arguments(args.model), *layers))
+    print_line(f"best: {best}")
+    print_paragraph(pipeline_parallelism_note(config, on))
+    return CommandResult({
         "layouts": listed, "count": len(found), "preset_rank": place, **known, "best": best,
-        "front": [_layout(c) for c in front(found)], "pipelines": pipelines(config, on),
+        "front": [_layout(c) for c in pareto_front(found)], "pipelines": pipeline_parallelism_note(config, on),
     })  # fmt: skip
 
 
@@ -233,5 +251,5 @@ def _layout(found: Any) -> dict[str, Any]:
     return {
         "mesh": config.mesh, "remat": config.remat, "reduce_dtype": str(config.precision.reduce_dtype),
         "accumulate": config.accumulate, "step_time_s": found.seconds, "gib": found.bytes_needed / 2**30,
-        "bound_s": found.bound.shared.seconds, "near": found.near, "known_from": found.known_from,
+        "bound_s": found.bound.shared.seconds, "near": found.is_near_best, "known_from": found.estimate_note,
     }  # fmt: skip

@@ -15,12 +15,12 @@ from typing import Annotated
 
 import tyro
 
-from halfbyte.cli.result import Result
-from halfbyte.cli.study import Study
+from halfbyte.cli.console import CommandResult
+from halfbyte.cli.study_flags import StudyArgs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Study):
+class Args(StudyArgs):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL|RUN")]
     """A named run (demo, llama-60m, ...), a config (.json), or a run directory."""
     baseline: str = "fp8"
@@ -43,7 +43,7 @@ class Args(Study):
     """Number of its devices."""
 
 
-def run(args: Args) -> Result:
-    from halfbyte.cli.stages import conduct
+def run(args: Args) -> CommandResult:
+    from halfbyte.cli.playbook_stages import conduct
 
     return conduct(args)

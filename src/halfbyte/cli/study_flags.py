@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from halfbyte.cli.result import PREEMPTED, Result
-from halfbyte.cli.screen import console, say, table
+from halfbyte.cli.console import EXIT_PREEMPTED, CommandResult, console, print_line, rich_table
+from halfbyte.io import check_int
 
 if TYPE_CHECKING:
-    from halfbyte.parity.plan import Plan
+    from halfbyte.study.study_plan import StudyPlan
     from halfbyte.train import TrainConfig
 
-SHORT = {"demo": 160}  # steps that are enough to tell recipes apart, where the run itself has more
+DEFAULT_STEPS = {"demo": 160}  # steps that are enough to tell recipes apart, where the run itself has more
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class StudyArgs:
     baseline: str = "bf16"
     """RECIPE or RECIPE@POLICY that the others are compared with."""
     arms: str = ""
@@ -62,57 +62,58 @@ class Study:
     """Run nothing: write the report of what is there."""
 
 
-def plan_of(args: Study, model: str, candidates: Sequence[str], **also: Any) -> "Plan":
+def build_study_plan(args: StudyArgs, model: str, candidates: Sequence[str], **also: Any) -> "StudyPlan":
     """The plan that the flags ask for."""
-    from halfbyte.parity.arms import ablation, read_arms, standard_arms
-    from halfbyte.parity.margin import parse_margin
-    from halfbyte.parity.plan import Plan, first_seeds
+    from halfbyte.study.arms import ablation_arms, read_arms, standard_arms
+    from halfbyte.study.equivalence_test import parse_margin
+    from halfbyte.study.study_plan import StudyPlan, seed_range
 
-    base = base_run(args, model)
+    check_int("--radar", args.radar, least=-1)
+    base = base_run_config(args, model)
     extra = read_arms(Path(args.arms)) if args.arms not in ("", "ablation") else []
     if args.arms == "ablation":  # of a run in all linears, all linears are the recipe in full
-        extra = [arm for arm in ablation() if arm.changes.get("policy") != base.policy]
+        extra = [arm for arm in ablation_arms() if arm.changes.get("policy") != base.policy]
     arms = standard_arms(args.baseline, candidates, controls=args.controls)
     command = "halfbyte " + " ".join(sys.argv[1:]) if len(sys.argv) > 2 else ""
-    margin, seeds = parse_margin(args.margin), first_seeds(args.seeds, args.first_seed)
-    return Plan(base, (arms[0], *extra, *arms[1:]), seeds, margin, command=command, **also)
+    margin, seeds = parse_margin(args.margin), seed_range(args.seeds, args.first_seed)
+    return StudyPlan(base, (arms[0], *extra, *arms[1:]), seeds, margin, command=command, **also)
 
 
-def base_run(args: Study, model: str) -> "TrainConfig":
+def base_run_config(args: StudyArgs, model: str) -> "TrainConfig":
     """The run that all arms share."""
-    from halfbyte.cli.base_config import run_of
-    from halfbyte.parity.plan import of_steps
+    from halfbyte.cli.flag_parsing import config_for_name
+    from halfbyte.study.study_plan import with_steps
 
-    base = run_of(model)
+    base = config_for_name(model)
     given = {n: v for n in ("data", "batch", "seq", "policy", "mesh") if (v := getattr(args, n))}
     base = dataclasses.replace(base, seed=0, **given)
-    return of_steps(base, steps_of(args, model, base))
+    return with_steps(base, steps_of(args, model, base))
 
 
-def steps_of(args: Study, model: str, base: "TrainConfig") -> int:
+def steps_of(args: StudyArgs, model: str, base: "TrainConfig") -> int:
     """--steps, or as many as --tokens need, or those of the run."""
     if args.steps and args.tokens:
         raise ValueError(f"give --steps ({args.steps}) or --tokens ({args.tokens}), not both")
     if args.steps < 0 or args.tokens < 0:
         raise ValueError(f"--steps and --tokens must be 0 or more, got {args.steps} and {args.tokens}")
     if not args.tokens:
-        return args.steps or SHORT.get(model, base.steps)
-    from halfbyte.train import open_source
+        return args.steps or DEFAULT_STEPS.get(model, base.steps)
+    from halfbyte.train import open_batch_source
 
-    return max(1, -(-args.tokens // (base.batch * open_source(base).seq)))
+    return max(1, -(-args.tokens // (base.batch * open_batch_source(base).seq)))
 
 
 def check_validation(base: "TrainConfig") -> None:
     """ValueError where there is nothing to compare: the outcome of a run is its validation loss."""
     from halfbyte import data
-    from halfbyte.train import open_source
+    from halfbyte.train import open_batch_source
 
     if not base.validation.at_end:
         raise ValueError(
             "validation.at_end is off, and arms are compared by their last validation loss; "
             "leave --validation.no-at-end out"
         )
-    dataset = open_source(base).dataset
+    dataset = open_batch_source(base).dataset
     if dataset is not None and not data.validation_sources(dataset):
         raise ValueError(
             f"data {base.data}: it has no validation rows, and arms are compared by their validation loss; prepare it "
@@ -125,16 +126,20 @@ def checks_of(base: "TrainConfig") -> Callable[["TrainConfig"], Any]:
     import jax
 
     from halfbyte.devices import lookup
-    from halfbyte.train import check, open_source, run_mesh
-    from halfbyte.train.preflight import memory_of
+    from halfbyte.train import open_batch_source, run_mesh, run_preflight
+    from halfbyte.train.preflight import device_memory_bytes
 
     here = jax.local_devices()[0]
     return functools.partial(
-        check, mesh=run_mesh(base), seq=open_source(base).seq, device=lookup(here), memory=memory_of(here)
+        run_preflight,
+        mesh=run_mesh(base),
+        seq=open_batch_source(base).seq,
+        device=lookup(here),
+        memory=device_memory_bytes(here),
     )
 
 
-def check_arms(plan: "Plan") -> None:
+def check_arms(plan: "StudyPlan") -> None:
     """ValueError, naming the arm, where one of them cannot run: before the first is trained, not after hours of it."""
     check = checks_of(plan.base)
     for arm in plan.arms:
@@ -144,45 +149,47 @@ def check_arms(plan: "Plan") -> None:
             raise ValueError(f"arm {arm.name!r} cannot run: {error}") from None
 
 
-def conduct(args: Study, plan: "Plan", directory: Path, *, within: float = math.inf) -> Result:
+def run_study_to_report(
+    args: StudyArgs, plan: "StudyPlan", directory: Path, *, within: float = math.inf
+) -> CommandResult:
     """Settle the plan, run what is not done yet and begins `within` so many seconds, and write the report."""
-    from halfbyte.parity.plan import load_plan, settle, share
+    from halfbyte.study.study_plan import host_share, load_plan, write_or_check_plan
 
     if args.host:
-        share(plan.jobs(), args.host)  # refused before a plan is written that other flags would have to agree with
+        host_share(plan.jobs(), args.host)  # refused before a plan is written that other flags would have to agree with
     settled = load_plan(directory)
     if not args.report:
         check_validation(plan.base)
         if settled is None:
             check_arms(plan)
-        settled = settle(directory, plan)
+        settled = write_or_check_plan(directory, plan)
     if settled is None:
         raise ValueError(f"{directory} holds no plan.json; run it without --report first")
-    say(describe(settled, directory))
-    stopped = None if args.report else run_all(args, settled, directory, within=within)
-    return finish(settled, directory, stopped=stopped)
+    print_line(study_description(settled, directory))
+    stopped = None if args.report else run_host_jobs(args, settled, directory, within=within)
+    return write_study_report(settled, directory, stopped=stopped)
 
 
-def run_all(args: Study, plan: "Plan", directory: Path, *, within: float) -> str | None:
+def run_host_jobs(args: StudyArgs, plan: "StudyPlan", directory: Path, *, within: float) -> str | None:
     """Run this host's jobs; what stopped it before their end."""
-    from halfbyte.parity.plan import share
-    from halfbyte.parity.runner import run_jobs
+    from halfbyte.study.runner import run_cells
+    from halfbyte.study.study_plan import host_share
 
-    jobs = share(plan.jobs(), args.host) if args.host else plan.jobs()
+    jobs = host_share(plan.jobs(), args.host) if args.host else plan.jobs()
     try:
-        return run_jobs(
-            plan, directory, jobs, say=say, observers=watchers(args, plan), within=within,
-            leave=lambda signal: finish(plan, directory, stopped=signal),
+        return run_cells(
+            plan, directory, jobs, say=print_line, observers=study_observers(args, plan), within=within,
+            leave=lambda signal: write_study_report(plan, directory, stopped=signal),
         )  # fmt: skip
     except KeyboardInterrupt:
         return "SIGINT"
 
 
-def watchers(args: Study, plan: "Plan") -> Any:
+def study_observers(args: StudyArgs, plan: "StudyPlan") -> Any:
     """What looks at each run: the radar."""
     if args.radar < 0:
         return None
-    from halfbyte.diagnosis.radar import Radar
+    from halfbyte.evaluation.radar import Radar
 
     few = {(arm.name, f"seed-{plan.seeds[0]}") for arm in plan.of_kind("candidate")}
 
@@ -193,7 +200,7 @@ def watchers(args: Study, plan: "Plan") -> Any:
     return observers
 
 
-def describe(plan: "Plan", directory: Path) -> str:
+def study_description(plan: "StudyPlan", directory: Path) -> str:
     arms = ", ".join(f"{arm.name} ({arm.kind})" for arm in plan.arms)
     looks = f"looked at after {' and '.join(map(str, plan.looks))} seeds, "
     return (
@@ -203,37 +210,37 @@ def describe(plan: "Plan", directory: Path) -> str:
     )
 
 
-def finish(plan: "Plan", directory: Path, *, stopped: str | None) -> Result:
+def write_study_report(plan: "StudyPlan", directory: Path, *, stopped: str | None) -> CommandResult:
     """Write the report, print its head."""
-    from halfbyte.parity.analysis import analyse
-    from halfbyte.parity.report import write_report
+    from halfbyte.study.analysis import analyse_study
+    from halfbyte.study.study_report import write_report
 
-    data = analyse(plan, directory)
+    data = analyse_study(plan, directory)
     files = write_report(plan, directory, data)
-    show(data)
-    say(f"report: {files['html']}  ({files['json'].name}, {files['md'].name} beside it)")
+    print_study_table(data)
+    print_line(f"report: {files['html']}  ({files['json'].name}, {files['md'].name} beside it)")
     if stopped:
-        say(
+        print_line(
             f"stopped by {stopped} with {data['runs']['done']} of {data['runs']['planned']} runs done; the same "
             f"command goes on"
         )
-        return Result({**data, "stopped": stopped}, PREEMPTED)
-    return Result({**data, "report": str(files["html"])})
+        return CommandResult({**data, "stopped": stopped}, EXIT_PREEMPTED)
+    return CommandResult({**data, "report": str(files["html"])})
 
 
-def show(data: Mapping[str, Any]) -> None:
+def print_study_table(data: Mapping[str, Any]) -> None:
     """The table, the verdict line and the scope line, for a terminal."""
-    from halfbyte.parity.report import rank_heads, rank_rows, told
+    from halfbyte.study.study_report import arm_summary_cells, rank_heads, rank_rows
 
     screen, unit, checks = console(), data["arms"][0]["unit"], data["controls"]
     rows = []
     for arm in data["arms"]:
-        word, mean, gap, seeds = told(arm)
+        word, mean, gap, seeds = arm_summary_cells(arm)
         rows.append((arm["name"], mean or "-", gap, seeds, word, ", ".join(arm["execution"])))
     screen.print("")
-    screen.print(table(("arm", "loss", f"gap, {unit} [90% over seeds]", "seeds", "verdict", "runs"), rows))
+    screen.print(rich_table(("arm", "loss", f"gap, {unit} [90% over seeds]", "seeds", "verdict", "runs"), rows))
     if data["plan"]["candidates"] > 1 and data["ranking"]:
-        screen.print(table(rank_heads(data), rank_rows(data)))
+        screen.print(rich_table(rank_heads(data), rank_rows(data)))
     if checks["noise_floor"] is not None:
         screen.print(f"noise floor (twin of the baseline): {checks['noise_floor']:.4f} {unit}")
     if checks["sensitive"] is False:

@@ -17,37 +17,37 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 SUFFIXES = (".xz", ".gz", ".zst")
-BLOCK = 1 << 20
-MOST_EXPANSION = 1000
+READ_BLOCK_BYTES = 1 << 20
+MAX_EXPANSION = 1000
 FREE_EXPANSION = 64 << 20
 """Bytes that any file may expand to, however small it is."""
-MOST_MEMORY = 256 << 20
+MAX_DECODER_BYTES = 256 << 20
 """Bytes that xz may take for its dictionary; the window of zstd has a limit of its own, 128 MiB."""
 
 ZSTD_READ = 256
 ZSTD_HEADER = 18
 """Bytes of the longest header of a zstd frame."""
-SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+ZSTD_SKIPPABLE_MAGIC = range(0x184D2A50, 0x184D2A60)
 
 
-class Unchecked(ValueError):
+class MissingChecksumError(ValueError):
     """A compressed file without a checksum of its content."""
 
 
-def decompressed(path: Path, *, name: str, unchecked: bool = False) -> Iterator[tuple[bytes, int]]:
+def decompress_blocks(path: Path, *, name: str, unchecked: bool = False) -> Iterator[tuple[bytes, int]]:
     """(bytes, position in the stored file) pairs. A damaged file, or one without a checksum, is a ValueError that
     names it."""
     expanded = 0
     try:
         for block, position in _opened(path, unchecked):
             expanded += len(block)
-            if expanded > FREE_EXPANSION + MOST_EXPANSION * position:
+            if expanded > FREE_EXPANSION + MAX_EXPANSION * position:
                 raise ValueError(
-                    f"{name}: expands more than {MOST_EXPANSION} fold ({expanded >> 20} MiB from {position:,} bytes); "
+                    f"{name}: expands more than {MAX_EXPANSION} fold ({expanded >> 20} MiB from {position:,} bytes); "
                     "no text does: leave it out"
                 )
             yield block, position
-    except Unchecked as problem:
+    except MissingChecksumError as problem:
         raise ValueError(
             f"{name}: {problem}, so a flipped bit in it would pass as other text; compress it again (`zstd` and `xz` "
             "write a checksum by themselves), or accept it as it is with --unchecked"
@@ -65,23 +65,23 @@ def _opened(path: Path, unchecked: bool) -> Iterator[tuple[bytes, int]]:
             yield from _xz(raw, unchecked)
         else:
             stream = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if suffix == ".gz" else raw
-            while block := stream.read(BLOCK):
+            while block := stream.read(READ_BLOCK_BYTES):
                 yield block, raw.tell()
 
 
 def _xz(raw: BinaryIO, unchecked: bool) -> Iterator[tuple[bytes, int]]:
     """Stream by stream; each has its own kind of checksum."""
-    rest = raw.read(BLOCK)
+    rest = raw.read(READ_BLOCK_BYTES)
     while rest:
-        stream = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=MOST_MEMORY)
+        stream = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=MAX_DECODER_BYTES)
         while not stream.eof:
-            yield stream.decompress(rest, max_length=BLOCK), raw.tell()
+            yield stream.decompress(rest, max_length=READ_BLOCK_BYTES), raw.tell()
             if stream.check == lzma.CHECK_NONE and not unchecked:
-                raise Unchecked("an xz stream without a checksum")
-            rest = raw.read(BLOCK) if stream.needs_input else b""
+                raise MissingChecksumError("an xz stream without a checksum")
+            rest = raw.read(READ_BLOCK_BYTES) if stream.needs_input else b""
             if stream.needs_input and not rest:
                 raise EOFError("the last xz stream is incomplete")
-        rest = (stream.unused_data or raw.read(BLOCK)).lstrip(b"\0")  # streams may be padded with zeros
+        rest = (stream.unused_data or raw.read(READ_BLOCK_BYTES)).lstrip(b"\0")  # streams may be padded with zeros
 
 
 def _zstd(raw: BinaryIO, unchecked: bool) -> Iterator[tuple[bytes, int]]:
@@ -92,15 +92,15 @@ def _zstd(raw: BinaryIO, unchecked: bool) -> Iterator[tuple[bytes, int]]:
     rest, held = raw.read(ZSTD_READ), bytearray()
     try:
         while rest:
-            skippable = int.from_bytes(rest[:4], "little") in SKIPPABLE
+            skippable = int.from_bytes(rest[:4], "little") in ZSTD_SKIPPABLE_MAGIC
             if not (unchecked or skippable or zstandard.get_frame_parameters(rest[:ZSTD_HEADER]).has_checksum):
-                raise Unchecked("a zstd frame without a checksum")
+                raise MissingChecksumError("a zstd frame without a checksum")
             frame = zstandard.ZstdDecompressor().decompressobj()
             while not frame.eof:
                 if not rest:
                     raise EOFError("the last zstd frame is incomplete")
                 held += frame.decompress(rest)
-                if frame.eof or len(held) >= BLOCK:
+                if frame.eof or len(held) >= READ_BLOCK_BYTES:
                     yield bytes(held), raw.tell()
                     held.clear()
                 rest = frame.unused_data if frame.eof else raw.read(ZSTD_READ)

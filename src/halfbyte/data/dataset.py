@@ -11,15 +11,22 @@ from pathlib import Path
 
 import numpy as np
 
-from halfbyte.data.files import sha256_of
-from halfbyte.data.manifest import SHARD_SUFFIX, TOKENIZER_FILE, Manifest, Shard, SourceTotals, read_manifest
-from halfbyte.data.progress import Meter
-from halfbyte.data.shards import Rows, open_shard
-from halfbyte.data.splitting import SPLITS, TRAIN
-from halfbyte.data.tokenizer import MOST_FILE, Tokenizer
-from halfbyte.inputs import home_expanded, read_text
+from halfbyte.data.dataset_manifest import (
+    SHARD_SUFFIX,
+    TOKENIZER_FILE,
+    DatasetManifest,
+    ShardEntry,
+    SourceTotals,
+    read_manifest,
+)
+from halfbyte.data.encode import SPLITS, TRAIN
+from halfbyte.data.shard_files import ShardRows, open_shard
+from halfbyte.data.text_files import sha256_of
+from halfbyte.data.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer
+from halfbyte.data.worker_pool import ProgressMeter
+from halfbyte.io import expand_user, read_text
 
-LARGE = 4 << 30  # bytes of shards from which hashing takes long enough to show its progress
+PROGRESS_THRESHOLD_BYTES = 4 << 30  # bytes of shards from which hashing takes long enough to show its progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Dataset:
     """A prepared data set. Made by `open_dataset`, which has verified it."""
 
     directory: Path
-    manifest: Manifest
+    manifest: DatasetManifest
 
     @property
     def vocab_size(self) -> int:
@@ -40,7 +47,7 @@ class Dataset:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer it was made with."""
         stated = self.manifest.tokenizer
-        text = read_text(self.directory / TOKENIZER_FILE, most=MOST_FILE)
+        text = read_text(self.directory / TOKENIZER_FILE, most=MAX_TOKENIZER_BYTES)
         return Tokenizer(text, eos=stated["eos"], bos=stated["bos"])
 
     def sources(self, split: str = TRAIN) -> tuple[str, ...]:
@@ -51,14 +58,14 @@ class Dataset:
     def num_rows(self, split: str = TRAIN, source: str | None = None) -> int:
         return sum(totals.rows for name, totals in self._split(split).items() if source in (None, name))
 
-    def rows(self, split: str = TRAIN, source: str | None = None) -> Rows:
+    def rows(self, split: str = TRAIN, source: str | None = None) -> ShardRows:
         """Random access to the rows of a split, or of one source of it."""
         if source is not None and source not in self.sources(split):
             raise ValueError(
                 f"{self.directory}: no source {source!r} in {split}; it has {', '.join(self.sources(split)) or 'none'}"
             )
         chosen = [s for s in self.manifest.shards if s.split == split and source in (None, s.source)]
-        return Rows(self.directory, chosen, self.manifest.row_dtype)
+        return ShardRows(self.directory, chosen, self.manifest.row_dtype)
 
     def read_rows(self, split: str = TRAIN, source: str | None = None) -> np.ndarray:
         """All rows at once, as a structured array (source, tokens, segments)."""
@@ -102,7 +109,7 @@ class Mixture:
                 )
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> DatasetManifest:
         """The first data set's: they agree in tokenizer, vocabulary and row length."""
         return self.datasets[0].manifest
 
@@ -125,7 +132,7 @@ def open_dataset(directory: str | Path, *, verify: str = "full", progress: bool 
     """
     if verify not in ("full", "sizes"):
         raise ValueError(f"verify {verify!r}: 'full' compares sha256, 'sizes' only presence and size")
-    directory = home_expanded(directory)
+    directory = expand_user(directory)
     manifest = read_manifest(directory)
     _check_listing(directory, manifest)
     _check_sizes(directory, manifest)
@@ -139,44 +146,48 @@ def open_dataset(directory: str | Path, *, verify: str = "full", progress: bool 
     return Dataset(directory, manifest)
 
 
-def _again(directory: Path) -> str:
+def _prepare_again_hint(directory: Path) -> str:
     return f"copy {directory} again from where it was made, or prepare it again with --overwrite"
 
 
-def _check_listing(directory: Path, manifest: Manifest) -> None:
+def _check_listing(directory: Path, manifest: DatasetManifest) -> None:
     listed = Counter(shard.file for shard in manifest.shards)
     present = {path.name for path in directory.glob(f"*{SHARD_SUFFIX}")}
     for name, times in listed.items():
         if times > 1:
-            raise ValueError(f"{directory / name}: listed twice in the manifest; {_again(directory)}")
+            raise ValueError(f"{directory / name}: listed twice in the manifest; {_prepare_again_hint(directory)}")
         if name not in present:
-            raise ValueError(f"{directory / name}: shard missing; {_again(directory)}")
+            raise ValueError(f"{directory / name}: shard missing; {_prepare_again_hint(directory)}")
     for name in sorted(present - listed.keys()):
         raise ValueError(f"{directory / name}: a shard that the manifest does not list (a duplicate?); remove it")
 
 
-def _check_sizes(directory: Path, manifest: Manifest) -> None:
+def _check_sizes(directory: Path, manifest: DatasetManifest) -> None:
     for shard in manifest.shards:
         size = (directory / shard.file).stat().st_size
         if size != shard.bytes:
             what = "shard truncated" if size < shard.bytes else "shard changed"
             said = f"{what}, {size} bytes instead of {shard.bytes}"
-            raise ValueError(f"{directory / shard.file}: {said}; {_again(directory)}")
+            raise ValueError(f"{directory / shard.file}: {said}; {_prepare_again_hint(directory)}")
 
 
-def _check_tokenizer(directory: Path, manifest: Manifest) -> None:
+def _check_tokenizer(directory: Path, manifest: DatasetManifest) -> None:
     path = directory / TOKENIZER_FILE
     if not path.is_file():
-        raise ValueError(f"{path}: missing; {_again(directory)}")
+        raise ValueError(f"{path}: missing; {_prepare_again_hint(directory)}")
     if sha256_of(path) != manifest.tokenizer["sha256"]:
-        raise ValueError(f"{path}: changed since the data set was made (sha256 differs); {_again(directory)}")
+        raise ValueError(
+            f"{path}: changed since the data set was made (sha256 differs); {_prepare_again_hint(directory)}"
+        )
 
 
-def _check_contents(directory: Path, manifest: Manifest, *, progress: bool) -> None:
+def _check_contents(directory: Path, manifest: DatasetManifest, *, progress: bool) -> None:
     total = sum(shard.bytes for shard in manifest.shards)
     owner = {shard.sha256: shard.file for shard in manifest.shards}
     with (
-        Meter(f"verifying {directory.name}", total, shown=progress and total >= LARGE) as meter,
+        ProgressMeter(
+            f"verifying {directory.name}", total, shown=progress and total >= PROGRESS_THRESHOLD_BYTES
+        ) as meter,
         concurrent.futures.ThreadPoolExecutor(8) as threads,
     ):
         digests = threads.map(sha256_of, [directory / shard.file for shard in manifest.shards])
@@ -187,17 +198,20 @@ def _check_contents(directory: Path, manifest: Manifest, *, progress: bool) -> N
             copied = (
                 f"it is a duplicate of {owner[digest]}" if digest in owner else "its sha256 differs from the manifest"
             )
-            raise ValueError(f"{directory / shard.file}: shard changed, {copied}; {_again(directory)}")
+            raise ValueError(f"{directory / shard.file}: shard changed, {copied}; {_prepare_again_hint(directory)}")
 
 
-def _check_shard_facts(directory: Path, shard: Shard, vocab_size: int) -> None:
+def _check_shard_facts(directory: Path, shard: ShardEntry, vocab_size: int) -> None:
     path = directory / shard.file
     if shard.max_token >= vocab_size:
         raise ValueError(
-            f"{path}: holds token id {shard.max_token}, outside the vocabulary of {vocab_size}; {_again(directory)}"
+            f"{path}: holds token id {shard.max_token}, outside the vocabulary of {vocab_size}; "
+            f"{_prepare_again_hint(directory)}"
         )
     if (count := open_shard(path).num_records()) != shard.rows:
-        raise ValueError(f"{path}: holds {count} rows, the manifest says {shard.rows}; {_again(directory)}")
+        raise ValueError(
+            f"{path}: holds {count} rows, the manifest says {shard.rows}; {_prepare_again_hint(directory)}"
+        )
 
 
 def parse_mixture(spec: str) -> list[tuple[str, float]]:

@@ -12,20 +12,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from halfbyte.data.packing import row_dtype
-from halfbyte.data.splitting import SPLITS
-from halfbyte.inputs import UnreadableFile, check_whole, read_json
+from halfbyte.data.encode import SPLITS, row_dtype
+from halfbyte.io import UnreadableFile, check_int, read_json
 
-FORMAT = "halfbyte-rows"
-VERSION = 1
-FILE = "manifest.json"
+MANIFEST_FORMAT = "halfbyte-rows"
+MANIFEST_VERSION = 1
+MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 SHARD_SUFFIX = ".array_record"
-Entry = TypeVar("Entry", "Shard", "SourceTotals")
+Entry = TypeVar("Entry", "ShardEntry", "SourceTotals")
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class ShardEntry:
     """One ArrayRecord file: rows of one source of one split."""
 
     file: str
@@ -49,7 +48,7 @@ class SourceTotals:
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """A data set on paper. `splits` maps split -> source -> totals; `request` is what `prepare` was asked for."""
 
     seq_len: int
@@ -57,7 +56,7 @@ class Manifest:
     tokenizer: dict[str, Any]
     sources: tuple[str, ...]
     splits: dict[str, dict[str, SourceTotals]]
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardEntry, ...]
     request: dict[str, Any]
 
     @property
@@ -71,38 +70,41 @@ class Manifest:
         return sum(totals.tokens for totals in self.splits[split].values())
 
     def to_json(self) -> str:
-        body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        return json.dumps({**body, "checksum": checksum(body)}, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+        body = {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **dataclasses.asdict(self)}
+        return (
+            json.dumps({**body, "checksum": manifest_digest(body)}, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+        )
 
 
-def checksum(body: dict[str, Any]) -> str:
+def manifest_digest(body: dict[str, Any]) -> str:
     """sha256 of a manifest without its `checksum`, in canonical JSON."""
-    return hashlib.sha256(canonical(body).encode()).hexdigest()
+    return hashlib.sha256(canonical_json(body).encode()).hexdigest()
 
 
-def canonical(value: Any) -> str:
+def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> DatasetManifest:
     """The manifest in `directory`; ValueError if there is none, or if it is damaged or of another version."""
-    path = directory / FILE
+    path = directory / MANIFEST_FILE
     if not path.is_file():
         raise ValueError(
-            f"{directory}: no prepared data set here ({FILE} is missing); make one with `halfbyte data prepare`"
+            f"{directory}: no prepared data set here ({MANIFEST_FILE} is missing); "
+            "make one with `halfbyte data prepare`"
         )
     try:
         body = read_json(path)
     except UnreadableFile as error:
         raise ValueError(f"{path}: damaged ({error}); prepare the data set again") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
+    if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:
         raise ValueError(f"{path}: not the manifest of a prepared data set; make one with `halfbyte data prepare`")
-    if body.get("version") != VERSION:
+    if body.get("version") != MANIFEST_VERSION:
         raise ValueError(
-            f"{path}: format version {body.get('version')}, this program reads {VERSION}; prepare it again"
+            f"{path}: format version {body.get('version')}, this program reads {MANIFEST_VERSION}; prepare it again"
         )
     stated = body.pop("checksum", None)
-    if stated != checksum(body):
+    if stated != manifest_digest(body):
         raise ValueError(
             f"{path}: changed since it was written (its checksum does not match); prepare the data set again"
         )
@@ -112,21 +114,21 @@ def read_manifest(directory: Path) -> Manifest:
         raise ValueError(f"{path}: not the manifest of a data set ({error}); prepare the data set again") from None
 
 
-def _from_body(body: dict[str, Any]) -> Manifest:
+def _from_body(body: dict[str, Any]) -> DatasetManifest:
     """The manifest, every type and number looked at: KeyError, TypeError or ValueError where it is none."""
-    check_whole("seq_len", body["seq_len"], least=2)
-    check_whole("vocab_size", body["vocab_size"], least=1)
+    check_int("seq_len", body["seq_len"], least=2)
+    check_int("vocab_size", body["vocab_size"], least=1)
     for name in ("sha256", "bos", "eos"):
         _typed(f"tokenizer.{name}", body["tokenizer"][name], "str")
     for source in body["sources"]:
         _typed("sources", source, "str")
-    return Manifest(
+    return DatasetManifest(
         seq_len=body["seq_len"],
         vocab_size=body["vocab_size"],
         tokenizer=dict(body["tokenizer"]),
         sources=tuple(body["sources"]),
         splits={split: {s: _entry(SourceTotals, t) for s, t in body["splits"][split].items()} for split in SPLITS},
-        shards=tuple(_entry(Shard, shard) for shard in body["shards"]),
+        shards=tuple(_entry(ShardEntry, shard) for shard in body["shards"]),
         request=dict(body["request"]),
     )
 
@@ -140,6 +142,6 @@ def _entry(kind: type[Entry], values: dict[str, Any]) -> Entry:
 
 def _typed(field: str, value: Any, kind: str) -> None:
     if "int" in kind:
-        check_whole(field, value, most=2**62)
+        check_int(field, value, most=2**62)
     elif not isinstance(value, str):
         raise TypeError(f"{field} must be text, got {value!r}")

@@ -1,4 +1,4 @@
-"""What a preparation is asked for: which files, read how, for which place."""
+"""Request of `halfbyte data prepare`: input files, how they are read, tokenizer and output directory, validated."""
 
 import dataclasses
 import os
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from halfbyte.data.files import MOST_SOURCE, InputFile, find_files
-from halfbyte.data.manifest import VERSION
+from halfbyte.data.dataset_manifest import MANIFEST_VERSION
+from halfbyte.data.text_files import MAX_SOURCE_CHARS, InputFile, find_files
 from halfbyte.data.tokenizer import END_OF_TEXT, Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
-from halfbyte.inputs import check_output
+from halfbyte.io import validated_output_path
 
 
-class Reading(TypedDict, total=False):
-    """What documents are read, and how."""
+class ReadOptions(TypedDict, total=False):
+    """Which documents are read, and how."""
 
     val_fraction: float
     validation: Sequence[str | Path]
@@ -22,16 +22,17 @@ class Reading(TypedDict, total=False):
     bos: str | None
     unchecked: bool
     column: str
+    text: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """A request of `prepare`, looked at."""
+class PrepareRequest:
+    """A validated request of `prepare`."""
 
     out: Path
     inputs: list[InputFile]
     held_out: list[InputFile]
-    tokenizer: Tokenizer | None  # None: it is to be trained
+    tokenizer: Tokenizer | None  # None: to be trained
     settings: dict[str, Any]
 
     @property
@@ -40,38 +41,42 @@ class Asked:
         return sum(file.size for file in self.inputs + self.held_out)
 
 
-def asked(files: Sequence[str | Path] | str | Path, tokenizer: str | Path, out: str | Path, reading: Reading) -> Asked:
-    """The request: files found, tokenizer loaded; ValueError where it cannot be met."""
+def build_request(
+    files: Sequence[str | Path] | str | Path, tokenizer: str | Path, out: str | Path, reading: ReadOptions
+) -> PrepareRequest:
+    """Finds the files and loads the tokenizer. ValueError if the request cannot be met."""
     column, source = reading.get("column", "text"), reading.get("default_source", "default")
-    fraction, place = reading.get("val_fraction", 0.01), _output(out)
+    fraction, directory = reading.get("val_fraction", 0.01), _output(out)
     if not 0.0 <= fraction < 1.0:
         raise ValueError(f"val_fraction {fraction}: it is the share of documents held out, from 0 up to (not with) 1")
-    if not 0 < len(source) <= MOST_SOURCE:
-        raise ValueError(f"--source must have 1 to {MOST_SOURCE} characters, got {len(source)}")
-    given = [files] if isinstance(files, str | Path) else list(files)
-    found, held_out = (
-        find_files(names, unchecked=reading.get("unchecked", False), column=column)
-        for names in (given, reading.get("validation", ()))
+    if not 0 < len(source) <= MAX_SOURCE_CHARS:
+        raise ValueError(f"--source must have 1 to {MAX_SOURCE_CHARS} characters, got {len(source)}")
+    arguments = [files] if isinstance(files, str | Path) else list(files)
+    text = tuple(reading.get("text", ()))
+    training, held_out = (
+        find_files(names, unchecked=reading.get("unchecked", False), column=column, text=text)
+        for names in (arguments, reading.get("validation", ()))
     )
-    apart = {file.path.resolve() for file in held_out}
-    inputs = [file for file in found if file.path.resolve() not in apart]
+    held_out_paths = {file.path.resolve() for file in held_out}
+    inputs = [file for file in training if file.path.resolve() not in held_out_paths]
     if not inputs:
         raise ValueError("no training files: name at least one file that is not a validation file")
     named = _named_tokenizer(str(tokenizer), eos=reading.get("eos"), bos=reading.get("bos"))
     settings = {
-        "version": VERSION,
+        "version": MANIFEST_VERSION,
         "tokenizer": named.sha256 if named else str(tokenizer),
         "markers": [named.bos, named.eos] if named else None,
         "val_fraction": 0.0 if held_out else fraction,
         "default_source": source,
         **({} if column == "text" else {"column": column}),
+        **({"text": sorted(text)} if text else {}),
     }
-    return Asked(place, inputs, held_out, named, settings)
+    return PrepareRequest(directory, inputs, held_out, named, settings)
 
 
 def _output(out: str | Path) -> Path:
-    """The directory to make; ValueError where nothing can be made, and for a link, which a rename would not follow."""
-    path = check_output(out, flag="--out")
+    """Returns the output directory. ValueError if it cannot be created or is a link, which a rename does not follow."""
+    path = validated_output_path(out, flag="--out")
     if path.is_symlink():
         raise ValueError(
             f"--out {path}: a symbolic link to {os.readlink(path)}; the data set takes the place of its --out in one "
@@ -81,10 +86,10 @@ def _output(out: str | Path) -> Path:
 
 
 def _named_tokenizer(spec: str, *, eos: str | None, bos: str | None) -> Tokenizer | None:
-    """The tokenizer that exists already, or None for 'bpe:N'."""
-    ours = spec == "bytes" or bpe_size(spec) is not None
-    if ours and (eos or bos):
+    """Returns the existing tokenizer that `spec` names, or None for 'bpe:N'."""
+    is_ours = spec == "bytes" or bpe_size(spec) is not None
+    if is_ours and (eos or bos):
         raise ValueError(f"--eos and --bos name markers of a tokenizer.json; {spec} has {END_OF_TEXT}: leave them out")
-    if ours:
+    if is_ours:
         return byte_tokenizer() if spec == "bytes" else None
     return load_tokenizer(spec, eos=eos, bos=bos)

@@ -14,26 +14,27 @@ from typing import Any
 
 from array_record.python import array_record_module
 
-from halfbyte.inputs import read_json
+from halfbyte.io import read_json
+from halfbyte.io.install_command import install_command
 
-MOST_TEXT = 64 << 20
+MAX_TEXT_BYTES = 64 << 20
 """Bytes of one row's text, as of a line of jsonl."""
 BATCH = 1 << 20
-MOST_ROWS = 1024
+MAX_BATCH_ROWS = 1024
 SOURCE = "source"
 
-Block = tuple[bytes, int]
+TextBlock = tuple[bytes, int]
 
 
-def lines(path: Path, *, name: str, column: str) -> Iterator[Block]:
+def table_lines(path: Path, *, name: str, column: str) -> Iterator[TextBlock]:
     """(lines of JSON with the fields `column` and `source`, position in the stored file) pairs. What is no such table,
     damaged or without the column is a ValueError that names the file."""
-    return KINDS[path.suffix.lower()](path, name, column)
+    return READERS[path.suffix.lower()](path, name, column)
 
 
-def _parquet(path: Path, name: str, column: str) -> Iterator[Block]:
+def _parquet(path: Path, name: str, column: str) -> Iterator[TextBlock]:
     parquet = _pyarrow("pyarrow.parquet")
-    with _reading(name):
+    with _arrow_errors_as_value_error(name):
         wanted = _columns(parquet.read_schema(path), name, column)
         # What a file stores once for many rows stays one text in memory too.
         with parquet.ParquetFile(path, page_checksum_verification=True, read_dictionary=wanted) as file:
@@ -41,7 +42,7 @@ def _parquet(path: Path, name: str, column: str) -> Iterator[Block]:
             for group in range(groups):
                 rows = _batch_rows(file.metadata.row_group(group), wanted)
                 for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
-                    for written in _written(batch, name, column, number):
+                    for written in _batch_lines(batch, name, column, number):
                         yield written, path.stat().st_size * (group + 1) // groups
                     number += batch.num_rows
 
@@ -50,12 +51,12 @@ def _batch_rows(group: Any, wanted: list[str]) -> int:
     """Rows to read at once, about a MiB of text by what the file says of itself."""
     found = [group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema in wanted]
     size = sum(column.total_uncompressed_size for column in found)
-    return max(1, min(MOST_ROWS, BATCH * group.num_rows // max(1, size)))
+    return max(1, min(MAX_BATCH_ROWS, BATCH * group.num_rows // max(1, size)))
 
 
-def _arrow(path: Path, name: str, column: str) -> Iterator[Block]:
+def _arrow(path: Path, name: str, column: str) -> Iterator[TextBlock]:
     pyarrow = _pyarrow("pyarrow")
-    with _reading(name), pyarrow.memory_map(str(path)) as stored:
+    with _arrow_errors_as_value_error(name), pyarrow.memory_map(str(path)) as stored:
         is_file = stored.read(6) == b"ARROW1"
         stored.seek(0)
         reader = pyarrow.ipc.open_file(stored) if is_file else pyarrow.ipc.open_stream(stored)
@@ -63,7 +64,7 @@ def _arrow(path: Path, name: str, column: str) -> Iterator[Block]:
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
         number = 1
         for batch in batches:
-            for written in _written(batch.select(wanted), name, column, number):
+            for written in _batch_lines(batch.select(wanted), name, column, number):
                 yield written, min(stored.tell(), path.stat().st_size)
             number += batch.num_rows
 
@@ -72,7 +73,7 @@ def _pyarrow(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ValueError("Parquet and Arrow files need pyarrow: pip install 'halfbyte[parquet]'") from None
+        raise ValueError(f"Parquet and Arrow files need pyarrow: {install_command('parquet')}") from None
 
 
 def _columns(schema: Any, name: str, column: str) -> list[str]:
@@ -97,7 +98,7 @@ def _columns(schema: Any, name: str, column: str) -> list[str]:
     return wanted
 
 
-def _written(batch: Any, name: str, column: str, number: int) -> Iterator[bytes]:
+def _batch_lines(batch: Any, name: str, column: str, number: int) -> Iterator[bytes]:
     """The lines of a batch, about a MiB at a time: rows may share one stored text, and every line has its own."""
     batch.validate(full=True)  # offsets that point outside, text that is no UTF-8
     texts = batch.column(column)
@@ -114,20 +115,20 @@ def _written(batch: Any, name: str, column: str, number: int) -> Iterator[bytes]
 
 
 def _line(name: str, row: int, column: str, text: str, source: str | None) -> bytes:
-    if len(text) > MOST_TEXT:
+    if len(text) > MAX_TEXT_BYTES:
         raise ValueError(_too_long(name, f"row {row} has {len(text) >> 20} Mi characters"))
     return json.dumps({column: text} if source is None else {column: text, SOURCE: source}).encode() + b"\n"
 
 
 def _too_long(name: str, what: str) -> str:
     return (
-        f"{name}: {what}, and a document at most {MOST_TEXT >> 20} MiB of text; cut it, or make it a text file of its "
-        "own"
+        f"{name}: {what}, and a document at most {MAX_TEXT_BYTES >> 20} MiB of text; cut it, or make it a text file "
+        "of its own"
     )
 
 
 @contextlib.contextmanager
-def _reading(name: str) -> Iterator[None]:
+def _arrow_errors_as_value_error(name: str) -> Iterator[None]:
     """What pyarrow says of a damaged file, as a ValueError that names it. An error of the disk stays one."""
     pyarrow = _pyarrow("pyarrow")
     try:
@@ -138,22 +139,22 @@ def _reading(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: damaged or cut short ({str(error)[:200]}); fetch it again") from error
 
 
-def _array_record(path: Path, name: str, column: str) -> Iterator[Block]:
+def _array_record(path: Path, name: str, column: str) -> Iterator[TextBlock]:
     try:
         reader = array_record_module.ArrayRecordReader(str(path))
         count, size, as_line = reader.num_records(), path.stat().st_size, None
         gathered, held = list[bytes](), 0
         for row in range(1, count + 1):
             record = reader.read()
-            if len(record) > MOST_TEXT:
+            if len(record) > MAX_TEXT_BYTES:
                 raise ValueError(_too_long(name, f"record {row} has {len(record) >> 20} MiB"))
-            as_line = as_line or _form(record)
+            as_line = as_line or _detect_record_format(record)
             try:
                 gathered.append(as_line(record, column))
             except (ValueError, KeyError, RecursionError) as error:
                 raise ValueError(
-                    f"{name}, record {row}: no {FORMS[as_line]} with one {column!r}, as its first record says they are "
-                    f"({str(error)[:100]}); repair the file, or name the field of the text with --column"
+                    f"{name}, record {row}: no {RECORD_FORMATS[as_line]} with one {column!r}, as its first record says "
+                    f"they are ({str(error)[:100]}); repair the file, or name the field of the text with --column"
                 ) from error
             held += len(gathered[-1])
             if held >= BATCH or row == count:
@@ -166,7 +167,7 @@ def _array_record(path: Path, name: str, column: str) -> Iterator[Block]:
         raise ValueError(f"{name}: damaged or cut short ({str(error)[:200]}); fetch it again") from error
 
 
-def _form(first: bytes) -> Callable[[bytes, str], bytes]:
+def _detect_record_format(first: bytes) -> Callable[[bytes, str], bytes]:
     """What the records of a file are, by its first."""
     for form in (_json_line, _example_line):
         with contextlib.suppress(ValueError, KeyError, RecursionError):
@@ -201,12 +202,12 @@ def _text_line(record: bytes, column: str) -> bytes:
     return json.dumps({column: record.decode()}).encode() + b"\n"
 
 
-FORMS: dict[Callable[[bytes, str], bytes], str] = {
+RECORD_FORMATS: dict[Callable[[bytes, str], bytes], str] = {
     _json_line: "JSON object",
     _example_line: "tf.train.Example",
     _text_line: "UTF-8 text",
 }
-KINDS = {".parquet": _parquet, ".arrow": _arrow, ".array_record": _array_record, ".arrayrecord": _array_record}
+READERS = {".parquet": _parquet, ".arrow": _arrow, ".array_record": _array_record, ".arrayrecord": _array_record}
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -231,7 +232,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("a number without an end")
 
 
-def saved_in(found: Collection[Path]) -> dict[Path, list[Path]]:
+def find_saved_datasets(found: Collection[Path]) -> dict[Path, list[Path]]:
     """Folder -> its files, of each Hugging Face data set (`save_to_disk`) among the files of a directory: those that it
     lists, and not what `map` has left beside them. ValueError for a set of splits: one of them must be named, so that
     no test split is trained on."""
@@ -251,7 +252,7 @@ def _listed(state: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{state}: no list of data files ({error}); save the data set again") from None
     for path in found:
-        if path.suffix.lower() not in KINDS:
+        if path.suffix.lower() not in READERS:
             raise ValueError(f"{state}: lists {path.name!r}, which is no table; save the data set again")
         if not path.is_file():
             raise ValueError(f"{path}: missing, though {state.name} lists it; copy the folder again")

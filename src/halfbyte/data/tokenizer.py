@@ -20,19 +20,19 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from halfbyte.devices.platform import silent_stderr
-from halfbyte.inputs import home_expanded, parse_json, read_text, replace_file
+from halfbyte.devices.compile_target import suppress_stderr
+from halfbyte.io import atomic_write, expand_user, parse_json, read_text
 
 END_OF_TEXT = "<|endoftext|>"
-KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
+EOS_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
 KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")
 SMALLEST_BPE = 257
-MOST_IDS = 1 << 24
-MOST_FILE = 64 << 20
+MAX_VOCAB = 1 << 24
+MAX_TOKENIZER_BYTES = 64 << 20
 """Bytes of a tokenizer.json; the largest in use have 35 million."""
-MOST_GROWTH = 1000.0
+MAX_TEXT_EXPANSION = 1000.0
 """How many times longer than itself a text may become by replacements, one after another."""
-PROBE = "The 4 quick\n\tnaïve 数 \u200b\U0001f600."
+ROUND_TRIP_PROBE = "The 4 quick\n\tnaïve 数 \u200b\U0001f600."
 
 
 class Tokenizer:
@@ -40,16 +40,16 @@ class Tokenizer:
 
     def __init__(self, text: str, *, eos: str | None = None, bos: str | None = None):
         """From the text of a `tokenizer.json`; `eos` and `bos` name its markers where they are not well known."""
-        self._tokenizer = parsed(text)
+        self._tokenizer = parse_tokenizer(text)
         self.text = text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=0) + 1
-        if self.vocab_size > MOST_IDS:
+        if self.vocab_size > MAX_VOCAB:
             raise ValueError(
-                f"its largest id is {self.vocab_size - 1:,}; a model has a row for each, and {MOST_IDS:,} is the most"
+                f"its largest id is {self.vocab_size - 1:,}; a model has a row for each, and {MAX_VOCAB:,} is the most"
             )
-        self.eos: str = _marker(vocabulary, eos, KNOWN_EOS, field="eos")
-        self.bos: str = _marker(vocabulary, bos, (*KNOWN_BOS, self.eos), field="bos")
+        self.eos: str = _special_token(vocabulary, eos, EOS_TOKENS, field="eos")
+        self.bos: str = _special_token(vocabulary, bos, (*KNOWN_BOS, self.eos), field="bos")
         self.eos_id: int = vocabulary[self.eos]
         self.bos_id: int = vocabulary[self.bos]
 
@@ -59,34 +59,36 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """The ids of `text`, with the markers asked for. A stored document is `encode(text, bos=True, eos=True)`."""
-        with _panics("encode"):
+        with _rust_panics_as_value_error("encode"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, no markers; faster than one by one."""
-        with _panics("encode"):
+        with _rust_panics_as_value_error("encode"):
             return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int], *, markers: bool = False) -> str:
         """The text of `ids`; special tokens are left out unless `markers`."""
-        with _panics("decode"):
+        with _rust_panics_as_value_error("decode"):
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not markers)
 
     def save(self, path: str | Path) -> None:
-        replace_file(path, self.text)
+        atomic_write(path, self.text)
 
 
-def parsed(text: str) -> tokenizers.Tokenizer:
+def parse_tokenizer(text: str) -> tokenizers.Tokenizer:
     """The library's tokenizer. Its parser is given nothing that is no JSON, too long or too deep; what panics there, or
     at the first text, is refused, and the page that Rust writes on stderr about it is left out."""
-    found = parse_json(text, what="the tokenizer", most=MOST_FILE)
+    found = parse_json(text, what="the tokenizer", most=MAX_TOKENIZER_BYTES)
     if not isinstance(found, dict):
         raise ValueError("not a tokenizer.json of the tokenizers library: it holds no object")
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (growth := _growth(found.get(part))) > MOST_GROWTH:
-            raise ValueError(f"its {part} can make a text {growth:.0e} times as long; {MOST_GROWTH:,.0f} is the most")
-    with silent_stderr(), _panics("load"):
+        if (growth := _max_expansion(found.get(part))) > MAX_TEXT_EXPANSION:
+            raise ValueError(
+                f"its {part} can make a text {growth:.0e} times as long; {MAX_TEXT_EXPANSION:,.0f} is the most"
+            )
+    with suppress_stderr(), _rust_panics_as_value_error("load"):
         try:
             made = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception, always for a file it cannot parse
@@ -95,18 +97,18 @@ def parsed(text: str) -> tokenizers.Tokenizer:
         made.no_truncation()
         made.no_padding()  # before the first text: padding may be to any length
         with contextlib.suppress(Exception):  # a tokenizer may have no token for a text; a panic is no Exception
-            made.decode(made.encode(PROBE).ids)
+            made.decode(made.encode(ROUND_TRIP_PROBE).ids)
     return made
 
 
-def _growth(part: Any) -> float:
+def _max_expansion(part: Any) -> float:
     """At most how many times longer than before this part of a tokenizer, and all in it, makes a text. Each replacement
     works on what those before it have made, so that twenty of `a` by `aa` make a million of one."""
     if isinstance(part, list):
-        return math.prod(map(_growth, part))
+        return math.prod(map(_max_expansion, part))
     if not isinstance(part, dict):
         return 1.0
-    grown = math.prod(map(_growth, part.values()))
+    grown = math.prod(map(_max_expansion, part.values()))
     content, charsmap = part.get("content"), part.get("precompiled_charsmap")
     if isinstance(content, str) and "pattern" in part:
         pattern = part["pattern"]
@@ -123,7 +125,7 @@ def _growth(part: Any) -> float:
 
 
 @contextlib.contextmanager
-def _panics(doing: str) -> Iterator[None]:
+def _rust_panics_as_value_error(doing: str) -> Iterator[None]:
     """A Rust panic, which is not even an Exception, as a ValueError."""
     try:
         yield
@@ -136,7 +138,7 @@ def _panics(doing: str) -> Iterator[None]:
         ) from None
 
 
-def _marker(vocabulary: dict[str, int], named: str | None, known: Iterable[str], *, field: str) -> str:
+def _special_token(vocabulary: dict[str, int], named: str | None, known: Iterable[str], *, field: str) -> str:
     if named is not None:
         if named not in vocabulary:
             raise ValueError(f"{field} token {named!r} is not in the tokenizer's vocabulary; name one that is")
@@ -149,11 +151,11 @@ def _marker(vocabulary: dict[str, int], named: str | None, known: Iterable[str],
 
 def load_tokenizer(path: str | Path, *, eos: str | None = None, bos: str | None = None) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`."""
-    path = home_expanded(path)
+    path = expand_user(path)
     if not path.is_file():
         raise ValueError(f"--tokenizer {path}: no such file; give a tokenizer.json, bpe:N or bytes")
     try:
-        return Tokenizer(read_text(path, most=MOST_FILE), eos=eos, bos=bos)
+        return Tokenizer(read_text(path, most=MAX_TOKENIZER_BYTES), eos=eos, bos=bos)
     except ValueError as error:
         raise ValueError(f"--tokenizer {path}: {error}") from error
 
@@ -190,9 +192,9 @@ def bpe_size(spec: str) -> int | None:
     if not spec.startswith("bpe:"):
         return None
     digits = spec.removeprefix("bpe:")
-    if not re.fullmatch("[0-9]{1,9}", digits) or not SMALLEST_BPE <= int(digits) <= MOST_IDS:
+    if not re.fullmatch("[0-9]{1,9}", digits) or not SMALLEST_BPE <= int(digits) <= MAX_VOCAB:
         raise ValueError(
             f"--tokenizer {spec}: after 'bpe:' comes the vocabulary's size, e.g. bpe:32768; "
-            f"256 bytes and {END_OF_TEXT} need at least {SMALLEST_BPE}, and {MOST_IDS:,} is the most"
+            f"256 bytes and {END_OF_TEXT} need at least {SMALLEST_BPE}, and {MAX_VOCAB:,} is the most"
         )
     return int(digits)

@@ -1,4 +1,7 @@
-"""A function over chunks, in this process, in several or on a Ray cluster, results in the order of the chunks."""
+"""Maps a function over chunks in this process, in several processes or on a Ray cluster, with a progress meter.
+
+Results come in the order of the chunks for any number of workers.
+"""
 
 import collections
 import concurrent.futures
@@ -7,21 +10,31 @@ import errno
 import itertools
 import multiprocessing
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
-from halfbyte.data.files import Chunk
+import rich.console
+import rich.progress
+
+from halfbyte.data.text_files import InputChunk
+from halfbyte.io import escape_control_chars
+from halfbyte.io.install_command import install_command
 
 ENGINES = ("processes", "ray")
 SMALL_INPUT = 8 << 20  # below this, starting processes costs more than they save
-RETRIES = 3  # of a chunk whose worker ended; one that ends every worker is not the workers' fault
-
-Runner = Callable[[Callable[[Chunk], Any], Iterable[Chunk]], Iterator[tuple[Chunk, Any]]]
+RETRIES = 3  # of a chunk whose worker ended; a chunk that ends every worker is itself the cause
 
 
-class ChunkRunner:
-    """Gives a function that maps over chunks in order: in this process, in several, or on a Ray cluster."""
+SECONDS_BETWEEN_LINES = 10.0
+
+MapFn = Callable[[Callable[[InputChunk], Any], Iterable[InputChunk]], Iterator[tuple[InputChunk, Any]]]
+
+
+class WorkerPool:
+    """Context manager whose value maps a function over chunks, in order; `engine` is "processes" or "ray"."""
 
     def __init__(self, workers: int | None, total_bytes: int, *, engine: str = "processes"):
         if engine not in ENGINES:
@@ -31,22 +44,24 @@ class ChunkRunner:
         self._engine = engine
         # All cores where the system does not say which this process may use (macOS).
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._here = workers or (1 if total_bytes < SMALL_INPUT else cores)
+        self._workers = workers or (1 if total_bytes < SMALL_INPUT else cores)
         self._pool: RayPool | ProcessPool | None = None
 
-    def __enter__(self) -> Runner:
-        if self._engine == "processes" and self._here == 1:
+    def __enter__(self) -> MapFn:
+        if self._engine == "processes" and self._workers == 1:
             return lambda function, items: ((item, function(item)) for item in items)
-        self._pool = RayPool() if self._engine == "ray" else ProcessPool(self._here)
+        self._pool = RayPool() if self._engine == "ray" else ProcessPool(self._workers)
         return self._run
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.close()
 
-    def _run(self, function: Callable[[Chunk], Any], items: Iterable[Chunk]) -> Iterator[tuple[Chunk, Any]]:
+    def _run(
+        self, function: Callable[[InputChunk], Any], items: Iterable[InputChunk]
+    ) -> Iterator[tuple[InputChunk, Any]]:
         assert self._pool is not None
-        waiting: collections.deque[tuple[Chunk, Any]] = collections.deque()
+        waiting: collections.deque[tuple[InputChunk, Any]] = collections.deque()
         remaining, submit = iter(items), self._pool.submitter(function)
         while True:
             for item in itertools.islice(remaining, 3 * self._pool.workers - len(waiting)):
@@ -58,19 +73,18 @@ class ChunkRunner:
 
 
 class ProcessPool:
-    """Processes of this machine."""
+    """Worker processes on this machine."""
 
     def __init__(self, workers: int):
         self.workers, context = workers, multiprocessing.get_context("spawn")
         self._executor = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_begin_worker)
 
-    def submitter(self, function: Callable[[Chunk], Any]) -> Callable[[Chunk], Any]:
-        """Begins the function of a chunk."""
+    def submitter(self, function: Callable[[InputChunk], Any]) -> Callable[[InputChunk], Any]:
+        """Returns a function that submits a chunk."""
         return lambda chunk: self._executor.submit(function, chunk)
 
     def result(self, task: concurrent.futures.Future) -> Any:
-        """The worker's result; its ValueError as one raised here, so that it counts as bad input and not as a
-        failure."""
+        """Returns the worker's result. Its ValueError is raised here as one, so that it counts as bad input."""
         try:
             return task.result()
         except ValueError as error:
@@ -84,26 +98,11 @@ class ProcessPool:
         self._executor.shutdown(cancel_futures=True)
 
 
-def _begin_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Ends this worker when the process that started it is gone, even if that was killed outright."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
 class RayPool:
-    """What a process pool is for one machine, in the workers of a Ray cluster that is running: the one that RAY_ADDRESS
-    names, or that runs here, a worker a CPU; ValueError if there is none.
+    """Workers of a running Ray cluster, one per CPU: the cluster of RAY_ADDRESS, or the local one; else ValueError.
 
-    A task is a function of one chunk and carries its text, so nodes need no files but the tokenizer's, beside --out.
-    Ray does the task of a worker that was killed again, elsewhere; results are taken in the order of the chunks, each
-    once.
+    A task carries the text of its chunk, so nodes need no file except the tokenizer's, which is stored next to --out.
+    Ray retries the task of a killed worker on another one.
     """
 
     def __init__(self) -> None:
@@ -111,7 +110,7 @@ class RayPool:
             import ray
         except ImportError:
             raise ValueError(
-                "--engine ray: the package ray is missing; pip install 'halfbyte[ray]' here and on every node"
+                f"--engine ray: the package ray is missing; {install_command('ray')} here and on every node"
             ) from None
         self._ray, self._is_ours = ray, not ray.is_initialized()
         if self._is_ours:
@@ -123,15 +122,15 @@ class RayPool:
                     "here, RAY_ADDRESS names another"
                 ) from None
         self.workers = max(1, int(ray.cluster_resources().get("CPU", 1)))
-        self._task = ray.remote(num_cpus=1, max_retries=RETRIES)(_work)
+        self._task = ray.remote(num_cpus=1, max_retries=RETRIES)(_run_chunk)
 
-    def submitter(self, function: Callable[[Chunk], Any]) -> Callable[[Chunk], Any]:
-        """Begins the function of a chunk; the function itself is sent once."""
+    def submitter(self, function: Callable[[InputChunk], Any]) -> Callable[[InputChunk], Any]:
+        """Returns a function that submits a chunk; `function` is sent to the cluster once."""
         sent = self._ray.put(function)
         return lambda chunk: self._task.remote(sent, chunk)
 
     def result(self, task: Any) -> Any:
-        """What became of it; a worker's ValueError as one raised here."""
+        """Returns the worker's result; raises its ValueError as a ValueError."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(task)
@@ -145,11 +144,61 @@ class RayPool:
             ) from None
 
     def close(self) -> None:
-        """Leave the cluster; what it still does for us ends."""
+        """Leaves the cluster if this object has joined it, which ends its tasks."""
         if self._is_ours:
             self._ray.shutdown()
 
 
-def _work(function: Callable[[Chunk], Any], chunk: Chunk) -> Any:
+class ProgressMeter:
+    """Context manager that reports bytes of work done on stderr; silent with `shown=False`.
+
+    A bar on a terminal, otherwise a plain line every SECONDS_BETWEEN_LINES.
+    """
+
+    def __init__(self, label: str, total: int, *, shown: bool):
+        self.label, self.total, self.done = escape_control_chars(label), max(total, 1), 0
+        self._lines = shown and not sys.stderr.isatty()
+        self._begun = self._last_print = time.monotonic()
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.BarColumn(),
+            rich.progress.DownloadColumn(binary_units=True),
+            rich.progress.TransferSpeedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=rich.console.Console(stderr=True),
+            disable=not shown or self._lines,
+        )
+        self._task = self._bar.add_task(self.label, total=self.total)
+
+    def advance(self, amount: int) -> None:
+        self.done += amount
+        self._bar.update(self._task, advance=amount)
+        if self._lines and time.monotonic() - self._last_print >= SECONDS_BETWEEN_LINES:
+            self._last_print = time.monotonic()
+            seconds = self._last_print - self._begun
+            print(f"{self.label}: {100 * self.done / self.total:.0f}% after {seconds:.0f} s", file=sys.stderr)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _run_chunk(function: Callable[[InputChunk], Any], chunk: InputChunk) -> Any:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     return function(chunk)
+
+
+def _begin_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """Ends this worker when its parent process has ended, even if that was killed outright."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,19 +1,36 @@
-"""Facts about accelerators, each with its source: one table for MFU, roofline, capability gate and compiler.
+"""Facts about accelerators, each with its source: one table for MFU, roofline, capability checks and compiler.
 
-`DEVICES` is the table, `lookup` finds the entry of a JAX device, `UNITS` are what tensor cores multiply with,
-`native_training` and `native_inference` say which of them a device has, `target_config`, `topology` and `lowering_for`
-describe it to XLA and to Pallas on a machine that does not have one, `missing_cuda_compiler` finds what that lacks,
-`known_to_xla` says whether XLA has a flag, `jax_versions` knows what differs between versions of JAX, `energy` reads
-what a GPU draws.
+`DEVICES` is the table, and `lookup` returns the entry of a JAX device. `TENSOR_CORE_FORMATS` are what tensor cores
+multiply; `native_training` and `native_inference` tell which a device has. `target_config`, `topology` and
+`pallas_lowering_device` describe a device to XLA and Pallas on a machine without one; `missing_cuda_compiler` checks
+for the compiler. `is_known_xla_flag` tests a flag of XLA, `jax_versions` holds the differences between JAX versions,
+and `open_energy_meter` reads GPU energy counters.
 """
 
-from halfbyte.devices.capability import NOT_ASKED, doubt, native_inference, native_training, settle
-from halfbyte.devices.cuda_compiler import check_cuda_compiler, missing_cuda_compiler
-from halfbyte.devices.cudnn import cudnn_version, target_cudnn
-from halfbyte.devices.energy import Energy, energy
-from halfbyte.devices.lookup import lookup
-from halfbyte.devices.platform import settle_platform
-from halfbyte.devices.table import DEVICES, Device, device
-from halfbyte.devices.target import lowering_for, target_config, topology
-from halfbyte.devices.units import UNITS, Unit
-from halfbyte.devices.xla import known_to_xla
+from typing import TYPE_CHECKING
+
+from halfbyte.devices.capability import (
+    NOT_ASKED,
+    EnergyMeter,
+    cudnn_version,
+    distrust_reason,
+    native_inference,
+    native_training,
+    open_energy_meter,
+    record_device_verdict,
+    target_cudnn,
+)
+from halfbyte.devices.compile_target import (
+    check_cuda_compiler,
+    force_cpu_without_gpu,
+    missing_cuda_compiler,
+    pallas_lowering_device,
+    target_config,
+    topology,
+)
+from halfbyte.devices.device_table import DEVICES, TENSOR_CORE_FORMATS, Device, TensorCoreFormat, device_by_name, lookup
+from halfbyte.devices.xla_flags import is_known_xla_flag
+from halfbyte.renamed import old_names
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__)

@@ -1,17 +1,55 @@
-"""The table: capability, SMs, clock, caches, memory, links, and the dense peak of each unit, with its source.
+"""The device table: capability, SMs, clock, caches, memory, links and dense peaks, each with its source.
 
-Peaks are the vendor's dense figures (no 2:4 sparsity), FLOP/s, never derived from clocks. A unit that a device does not
-have has no peak: what it computes for it is emulated, and its utilisation is said against the unit that really ran.
-Geometry (SMs, clock, L2, memory, bandwidth) comes from the target descriptions that the OpenXLA project publishes,
-which the compiler itself uses.
+Peaks are the vendor's dense figures (no 2:4 sparsity) in FLOP/s, never derived from clocks. A format that tensor cores
+do not support has no peak: it is emulated, and utilization is relative to the unit that runs it. Geometry (SMs, clock,
+L2, memory, bandwidth) comes from the target descriptions that the OpenXLA project publishes and the compiler uses.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
-from halfbyte.devices.units import UNITS
+
+@dataclass(frozen=True)
+class TensorCoreFormat:
+    """What an MMA instruction multiplies: bf16, FP8 with one scale per tensor, or block-scaled operands.
+
+    min_capability: the lowest compute capability that has it; None: every device.
+    training_capabilities: those on which all three GEMMs of a training step run on it; None: all that have it.
+    """
+
+    name: str
+    min_capability: tuple[int, int] | None = None
+    training_capabilities: tuple[tuple[int, int], ...] | None = None
+
+
+_BLACKWELL = (10, 0)
+SELFTESTED_CAPABILITIES = ((12, 0), (12, 1))
+"""Capabilities on which the program is untested: `auto` uses their units only after a self-test on the card."""
+# 4-bit gradients need stochastic rounding. Only SM 10.0 and 10.3 have the convert instruction for it, but the kernels
+# round with integer instructions, so SM 12.0 and 12.1 (RTX 50, RTX PRO Blackwell, DGX Spark) train too.
+_TRAINING = ((10, 0), (10, 3), *SELFTESTED_CAPABILITIES)
+
+# bf16 counts as native everywhere: nothing is emulated.
+_FORMAT_TABLE = (
+    TensorCoreFormat("bf16"),
+    TensorCoreFormat("fp8", min_capability=(8, 9)),
+    TensorCoreFormat("mxfp8", min_capability=_BLACKWELL, training_capabilities=_TRAINING),
+    TensorCoreFormat("mxfp4", min_capability=_BLACKWELL, training_capabilities=_TRAINING),
+    TensorCoreFormat("nvfp4", min_capability=_BLACKWELL, training_capabilities=_TRAINING),
+)
+
+TENSOR_CORE_FORMATS: Mapping[str, TensorCoreFormat] = MappingProxyType({entry.name: entry for entry in _FORMAT_TABLE})
+
+
+def tensor_core_format(name: str) -> TensorCoreFormat:
+    """Returns the tensor-core format `name`."""
+    if name not in TENSOR_CORE_FORMATS:
+        raise ValueError(f"unknown unit {name!r}; known: {', '.join(TENSOR_CORE_FORMATS)}")
+    return TENSOR_CORE_FORMATS[name]
 
 
 @dataclass(frozen=True)
@@ -38,9 +76,11 @@ class Device:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        unknown = self.peak.keys() - set(UNITS)
+        unknown = self.peak.keys() - set(TENSOR_CORE_FORMATS)
         if unknown:
-            raise ValueError(f"device {self.name}: peak of unknown units {sorted(unknown)}; known: {', '.join(UNITS)}")
+            raise ValueError(
+                f"device {self.name}: peak of unknown units {sorted(unknown)}; known: {', '.join(TENSOR_CORE_FORMATS)}"
+            )
         unsourced = self.peak.keys() - self.sources.keys()
         if unsourced:
             raise ValueError(f"device {self.name}: no source for the peak of {sorted(unsourced)}; cite the datasheet")
@@ -49,14 +89,15 @@ class Device:
 
     @property
     def gemm_peaks(self) -> dict[str, float]:
-        """FLOP/s of GEMMs as compiled programs name their formats; those without a unit of their own run in bf16."""
+        """Returns FLOP/s of GEMMs by the format names of compiled programs; a format without a unit runs in bf16."""
         units = {"bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
         return {name: self.peak.get(unit, self.peak["bf16"]) for name, unit in units.items()}
 
 
 def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float]:
-    """Dense peaks by unit from TFLOP/s; block-scaled ones only where there is FP4. mxfp4 and nvfp4 share the FP4
-    multipliers, mxfp8 and fp8 the FP8 multipliers.
+    """Returns dense peaks by format from TFLOP/s; block-scaled ones only with FP4.
+
+    mxfp4 and nvfp4 share the FP4 multipliers, mxfp8 and fp8 the FP8 multipliers.
     """
     if fp4 is None:
         return {"bf16": bf16 * 1e12, "fp8": fp8 * 1e12}
@@ -65,7 +106,7 @@ def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float
 
 
 def _sources(spec: str, links: str, *, bf16: str, fp8: str, fp4: str | None = None) -> dict[str, str]:
-    """A source for every field; `spec` names the OpenXLA target description the geometry is from."""
+    """Returns a source for every field; `spec` names the OpenXLA target description of the geometry."""
     peaks = {"bf16": bf16, "fp8": fp8, **({"mxfp8": fp8, "mxfp4": fp4, "nvfp4": fp4} if fp4 else {})}
     geometry = dict.fromkeys(_GEOMETRY, f"{_OPENXLA}/{spec}.txtpb")
     return {**geometry, "nvlink_bandwidth": links, "nvlink_domain": links, **peaks}
@@ -77,9 +118,9 @@ _HOPPER_LINKS = "NVIDIA H100 and H200 datasheets: NVLink 4, 900 GB/s; 8 GPUs in 
 _HGX_LINKS = "NVIDIA HGX page: NVLink 5, 1.8 TB/s a GPU; 8 GPUs in an HGX board"
 _RACK_LINKS = "NVIDIA GB200 and GB300 NVL72 pages: NVLink 5, 1.8 TB/s a GPU, 130 TB/s a rack; 72 GPUs in a domain"
 
-NETWORK = {"h100": 50e9, "h200": 50e9, "b200": 50e9, "gb200": 50e9, "b300": 100e9, "gb300": 100e9}
+NETWORK_BANDWIDTH = {"h100": 50e9, "h200": 50e9, "b200": 50e9, "gb200": 50e9, "b300": 100e9, "gb300": 100e9}
 """Bytes/s of a GPU's network card one way, as sold: 400 Gbit/s (ConnectX-7), 800 Gbit/s (ConnectX-8)."""
-WATTS = {"h100": 700, "h200": 700, "b200": 1000, "gb200": 1200, "b300": 1100, "gb300": 1400}
+TDP_WATTS = {"h100": 700, "h200": 700, "b200": 1000, "gb200": 1200, "b300": 1100, "gb300": 1400}
 """The limit of one GPU, without host and cooling, as sold (NVIDIA's datasheets); of B300 the cap that the driver has
 for it (nvidia-smi of NVIDIA B300 SXM6 AC in public listings, a Dell XE9780 and others). The 1,400 W that some print for
 it are those of the part in GB300 (NVIDIA blog, Inside Blackwell Ultra: up to 1,400 W)."""
@@ -263,10 +304,60 @@ _TABLE = (
 DEVICES: Mapping[str, Device] = MappingProxyType({entry.name: entry for entry in _TABLE})
 
 
-def device(name: str) -> Device:
-    """The table's entry for `name`, upper or lower case."""
+def device_by_name(name: str) -> Device:
+    """Returns the table's entry for `name`, in upper or lower case."""
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     near = difflib.get_close_matches(name.lower(), DEVICES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(DEVICES)}"
     raise ValueError(f"unknown device {name!r}; {hint}")
+
+
+# CUDA's name of each board. Only boards of the table: PCIe and NVL boards of the same chip have other peaks, and a
+# MIG slice has a fraction of them, so these must not match.
+_KINDS = {
+    "h100": r"NVIDIA H100 80GB HBM3|NVIDIA H100 SXM\d?.*",
+    "h200": r"NVIDIA H200( 141GB HBM3e| SXM\d?.*)?",
+    "b200": r"NVIDIA B200( SXM\d?.*)?",
+    "gb200": r"NVIDIA GB200",
+    "b300": r"NVIDIA B300( SXM\d?.*)?",
+    "gb300": r"NVIDIA GB300",
+    "rtx-5090": r"NVIDIA GeForce RTX 5090",
+    "rtx-pro-6000": r"NVIDIA RTX PRO 6000 Blackwell( Workstation Edition| Server Edition)?",
+    "spark": r"NVIDIA GB10",
+}
+
+
+def lookup(jax_device: Any) -> Device:
+    """Returns the table's entry for a JAX device.
+
+    A device that is not in the table gets a `Device` with what JAX reports and no peaks, so that utilization is n/a.
+    """
+    if jax_device.platform == "cpu":
+        return DEVICES["cpu"]
+    kind = str(jax_device.device_kind).strip()
+    for name, pattern in _KINDS.items():
+        if re.fullmatch(pattern, kind) and "MIG" not in kind:
+            return DEVICES[name]
+    return Device(
+        name=kind.lower() or jax_device.platform,
+        description=f"{kind or jax_device.platform} (not in the device table)",
+        platform=_platform(jax_device),
+        kind=kind,
+        capability=_capability(jax_device),
+        sms=getattr(jax_device, "core_count", None) or None,
+        sources={"capability": "reported by JAX", "sms": "reported by JAX"},
+    )
+
+
+def _platform(jax_device: Any) -> str:
+    """Returns the platform; the board's name distinguishes CUDA from ROCm, which JAX both calls `gpu`."""
+    if jax_device.platform != "gpu":
+        return str(jax_device.platform)
+    return "cuda" if str(jax_device.device_kind).startswith(("NVIDIA", "Tesla", "GeForce", "Quadro")) else "rocm"
+
+
+def _capability(jax_device: Any) -> tuple[int, int] | None:
+    """Returns (major, minor) of an NVIDIA device; None for other vendors' strings (gfx942)."""
+    match = re.fullmatch(r"(\d+)\.(\d+)\w?", str(getattr(jax_device, "compute_capability", "")))
+    return (int(match[1]), int(match[2])) if match else None

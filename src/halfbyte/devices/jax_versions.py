@@ -10,7 +10,7 @@ from typing import Any
 
 # XLA flags that pipeline a layer's all-gathers into the previous iteration of the layer loop, and its reduce-scatters
 # into the next: the name in JAX 0.11 and later (modes ON and OFF), and the one in JAX 0.10 (true and false). XLA
-# rejects names that it does not know; `known_to_xla` decides which one to pass.
+# rejects names that it does not know; `is_known_xla_flag` decides which one to pass.
 ALL_GATHER_PIPELINING = ("xla_gpu_pipeline_all_gather", "xla_gpu_enable_pipelined_all_gather")
 REDUCE_SCATTER_PIPELINING = ("xla_gpu_pipeline_reduce_scatter", "xla_gpu_enable_pipelined_reduce_scatter")
 

@@ -1,7 +1,7 @@
-"""Who the other processes are: from flags, or from what Slurm, Open MPI or Kubernetes put into the environment.
+"""Detects the other processes of a run: from flags, or from the environment of Slurm, Open MPI or Kubernetes.
 
-The coordinator listens on loopback when the whole job is on one machine, else on the one address that its peers are
-told; never on every interface unless `--coordinator-bind` says so.
+The coordinator listens on loopback if the whole job is on one machine, else on the one address that its peers connect
+to; on other interfaces only with `--coordinator-bind`.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from halfbyte.inputs import check_choices, check_whole
+from halfbyte.io import check_choices, check_int
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 61440, 4096
@@ -44,31 +44,31 @@ class DistributedConfig:
                 "distributed.coordinator needs distributed.processes N and distributed.process I with 0 <= I < N, "
                 f"got processes {self.processes}, process {self.process}"
             )
-        check_whole("distributed.cpu_devices", self.cpu_devices)
+        check_int("distributed.cpu_devices", self.cpu_devices)
 
 
 @dataclass(frozen=True)
-class Peers:
-    """What jax.distributed needs. `local_devices` None: every device of the machine."""
+class ClusterSpec:
+    """Arguments of `jax.distributed.initialize`. `local_devices` None: every device of the machine."""
 
     source: str
     coordinator: str
-    bind: str
-    processes: int
-    process: int
+    coordinator_bind_address: str
+    num_processes: int
+    process_id: int
     local_devices: tuple[int, ...] | None = None
 
 
-def find_peers(config: DistributedConfig, environ: Mapping[str, str]) -> Peers | None:
-    """The peers of this process; None when it is alone (or under Kubernetes, whose API JAX asks itself)."""
+def detect_cluster(config: DistributedConfig, environ: Mapping[str, str]) -> ClusterSpec | None:
+    """Returns the processes of this run; None for a single process and under Kubernetes, whose API JAX asks itself."""
     if config.coordinator:
         bind = config.coordinator_bind or config.coordinator
-        return Peers("flags", config.coordinator, bind, config.processes, config.process)
+        return ClusterSpec("flags", config.coordinator, bind, config.processes, config.process)
     for name, detect in (("slurm", _slurm), ("openmpi", _openmpi)):
         if config.cluster in ("auto", name):
-            found = detect(environ)
-            if found is not None:
-                return replace(found, bind=config.coordinator_bind or found.bind)
+            spec = detect(environ)
+            if spec is not None:
+                return replace(spec, coordinator_bind_address=config.coordinator_bind or spec.coordinator_bind_address)
             if config.cluster == name:
                 raise ValueError(
                     f"distributed.cluster is {name}, but the environment holds no {name} job of several tasks"
@@ -76,21 +76,21 @@ def find_peers(config: DistributedConfig, environ: Mapping[str, str]) -> Peers |
     return None
 
 
-def under_kubernetes(config: DistributedConfig, environ: Mapping[str, str]) -> bool:
+def is_kubernetes_job(config: DistributedConfig, environ: Mapping[str, str]) -> bool:
     """True in a pod of an indexed job, where each pod is one process."""
-    wanted = config.cluster == "kubernetes" or (config.cluster == "auto" and not config.coordinator)
-    return wanted and "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ
+    is_allowed = config.cluster == "kubernetes" or (config.cluster == "auto" and not config.coordinator)
+    return is_allowed and "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ
 
 
-def _slurm(environ: Mapping[str, str]) -> Peers | None:
+def _slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if any(name not in environ for name in needed) or _number(environ, "SLURM_NTASKS") < 2:
         return None
     nodes, tasks = _number(environ, "SLURM_STEP_NUM_NODES", "1"), _number(environ, "SLURM_NTASKS")
-    host = LOOPBACK if nodes == 1 else first_host(environ["SLURM_STEP_NODELIST"])
+    host = LOOPBACK if nodes == 1 else first_slurm_host(environ["SLURM_STEP_NODELIST"])
     address = f"{host}:{FIRST_PORT + _number(environ, 'SLURM_JOB_ID') % PORTS}"
-    devices = _own_device(_number(environ, "SLURM_LOCALID"), alone=tasks == nodes)
-    return Peers("slurm", address, address, tasks, _number(environ, "SLURM_PROCID"), devices)
+    devices = _local_device_ids(_number(environ, "SLURM_LOCALID"), exclusive=tasks == nodes)
+    return ClusterSpec("slurm", address, address, tasks, _number(environ, "SLURM_PROCID"), devices)
 
 
 def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
@@ -101,7 +101,7 @@ def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
     return int(text)
 
 
-def _openmpi(environ: Mapping[str, str]) -> Peers | None:
+def _openmpi(environ: Mapping[str, str]) -> ClusterSpec | None:
     if _number(environ, "OMPI_COMM_WORLD_SIZE", "1") < 2:
         return None
     size, local = _number(environ, "OMPI_COMM_WORLD_SIZE"), _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "1")
@@ -118,16 +118,16 @@ def _openmpi(environ: Mapping[str, str]) -> Peers | None:
         )
     job = int(head) // 4096 if (head := uri.partition(".")[0]).isdigit() else 0
     address = f"{host}:{FIRST_PORT + job % PORTS}"
-    devices = _own_device(_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "0"), alone=local == 1)
-    return Peers("openmpi", address, address, size, _number(environ, "OMPI_COMM_WORLD_RANK"), devices)
+    devices = _local_device_ids(_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "0"), exclusive=local == 1)
+    return ClusterSpec("openmpi", address, address, size, _number(environ, "OMPI_COMM_WORLD_RANK"), devices)
 
 
-def _own_device(local_rank: int, *, alone: bool) -> tuple[int, ...] | None:
-    """One device a task where a machine runs several; all of them for a task that has the machine to itself."""
-    return None if alone else (local_rank,)
+def _local_device_ids(local_rank: int, *, exclusive: bool) -> tuple[int, ...] | None:
+    """One device per task if a machine runs several tasks; None, all devices, if the task has the machine to itself."""
+    return None if exclusive else (local_rank,)
 
 
-def first_host(nodes: str) -> str:
+def first_slurm_host(nodes: str) -> str:
     """First name of a Slurm node list: `gpu[003-007,9],x1` -> `gpu003`."""
     match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
     if match is None:

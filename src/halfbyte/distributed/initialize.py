@@ -1,4 +1,4 @@
-"""Starts JAX's own multi-controller runtime for this process. Must run before the first device is touched."""
+"""Initializes JAX's multi-controller runtime for this process. Must run before the first use of a device."""
 
 import os
 import socket
@@ -7,42 +7,54 @@ from collections.abc import Callable
 import jax
 from jax._src import distributed
 
-from halfbyte.ranks import Group, Limits, connect, on_terminate
+from halfbyte.distributed.cluster_env import (
+    FIRST_PORT,
+    LOOPBACK,
+    ClusterSpec,
+    DistributedConfig,
+    detect_cluster,
+    is_kubernetes_job,
+)
+from halfbyte.distributed.heartbeat import WatchdogLimits
+from halfbyte.distributed.jax_runtime import connect_distributed, on_terminate
+from halfbyte.distributed.process_group import ProcessGroup
+from halfbyte.distributed.supervisor import exit_with_supervisor
 
-from .cluster import FIRST_PORT, LOOPBACK, DistributedConfig, Peers, find_peers, under_kubernetes
-from .supervise import end_with_supervisor
-
-BACKSTOP = 10
-"""JAX's own heartbeat ends a group without a sentence; ours comes first."""
+HEARTBEAT_TIMEOUT_FACTOR = 10
+"""Of JAX's own heartbeat, which ends a group without a message: `ProcessGroup` must notice first."""
 
 
-def start(config: DistributedConfig, *, watchdog_s: float = 0.0, say: Callable[[str], None] = print) -> Group:
-    """Connect to the peers, if there are any, and say how. The group that comes back is open: it watches."""
-    end_with_supervisor(os.environ)
+def initialize_distributed(
+    config: DistributedConfig, *, watchdog_s: float = 0.0, say: Callable[[str], None] = print
+) -> ProcessGroup:
+    """Connects to the peers, if there are any, and logs how. Returns the open group: its watchdog runs."""
+    exit_with_supervisor(os.environ)
     silence = float(config.heartbeat_timeout_s)
-    limits = Limits(silence=min(silence, watchdog_s) if watchdog_s else silence, progress=watchdog_s)
-    _settle_cpu(config, many=False)
-    peers = find_peers(config, os.environ)
+    limits = WatchdogLimits(
+        heartbeat_timeout_s=min(silence, watchdog_s) if watchdog_s else silence, step_timeout_s=watchdog_s
+    )
+    _configure_cpu_collectives(config, many=False)
+    peers = detect_cluster(config, os.environ)
     client = None
     if peers is not None:
-        _settle_cpu(config, many=True)
+        _configure_cpu_collectives(config, many=True)
         client = _connect(config, peers)
-    elif under_kubernetes(config, os.environ):
-        _settle_cpu(config, many=True)
+    elif is_kubernetes_job(config, os.environ):
+        _configure_cpu_collectives(config, many=True)
         peers = _connect_kubernetes(config)
         client = distributed.global_state.client
     if peers is None:
-        return Group(limits=limits).open()
-    group = Group(peers.process, peers.processes, client, limits=limits).open()
-    on_terminate(group.runtime_died)
-    text = f"process {peers.process} of {peers.processes} ({peers.source}), coordinator {peers.coordinator}"
-    if peers.process == 0:
-        text += f", listening on {peers.bind}"
+        return ProcessGroup(limits=limits).open()
+    group = ProcessGroup(peers.process_id, peers.num_processes, client, limits=limits).open()
+    on_terminate(group.on_runtime_terminated)
+    text = f"process {peers.process_id} of {peers.num_processes} ({peers.source}), coordinator {peers.coordinator}"
+    if peers.process_id == 0:
+        text += f", listening on {peers.coordinator_bind_address}"
     say(text)
     return group
 
 
-def _settle_cpu(config: DistributedConfig, *, many: bool) -> None:
+def _configure_cpu_collectives(config: DistributedConfig, *, many: bool) -> None:
     if config.cpu_devices:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
         # A collective that waits for its peers holds a thread of XLA's CPU client, which has NPROC of them.
@@ -51,21 +63,21 @@ def _settle_cpu(config: DistributedConfig, *, many: bool) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 
-def _connect(config: DistributedConfig, peers: Peers) -> object:
-    if peers.process == 0:
-        _check_port_is_free(peers.bind)
-    return connect(
+def _connect(config: DistributedConfig, peers: ClusterSpec) -> object:
+    if peers.process_id == 0:
+        _check_port_is_free(peers.coordinator_bind_address)
+    return connect_distributed(
         peers.coordinator,
-        peers.processes,
-        peers.process,
-        bind=peers.bind,
+        peers.num_processes,
+        peers.process_id,
+        bind=peers.coordinator_bind_address,
         local_devices=peers.local_devices,
         initialization_timeout_s=config.initialization_timeout_s,
-        heartbeat_timeout_s=BACKSTOP * config.heartbeat_timeout_s,
+        heartbeat_timeout_s=HEARTBEAT_TIMEOUT_FACTOR * config.heartbeat_timeout_s,
     )
 
 
-def _connect_kubernetes(config: DistributedConfig) -> Peers:
+def _connect_kubernetes(config: DistributedConfig) -> ClusterSpec:
     """JAX asks the Kubernetes API for the job's pods; the coordinator listens on its pod's address."""
     jax.config.update("jax_enable_preemption_service", False)  # signals are the group's
     port = os.environ.setdefault("JAX_COORDINATOR_PORT", str(FIRST_PORT))
@@ -75,7 +87,7 @@ def _connect_kubernetes(config: DistributedConfig) -> Peers:
         jax.distributed.initialize(
             coordinator_bind_address=bind,
             initialization_timeout=config.initialization_timeout_s,
-            heartbeat_timeout_seconds=BACKSTOP * config.heartbeat_timeout_s,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_FACTOR * config.heartbeat_timeout_s,
         )
     except ValueError as error:
         raise ValueError(
@@ -83,7 +95,7 @@ def _connect_kubernetes(config: DistributedConfig) -> Peers:
             "read pods and jobs, or give --distributed.coordinator HOST:PORT --distributed.processes N "
             "--distributed.process $(JOB_COMPLETION_INDEX)"
         ) from None
-    return Peers("kubernetes", f"{own}:{port}", bind, jax.process_count(), jax.process_index())
+    return ClusterSpec("kubernetes", f"{own}:{port}", bind, jax.process_count(), jax.process_index())
 
 
 def _check_port_is_free(address: str) -> None:

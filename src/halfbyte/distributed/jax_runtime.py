@@ -1,23 +1,31 @@
-"""JAX's multi-process runtime, started so that it does not end this process by itself.
+"""JAX's multi-process runtime and the signals of a process, without aborts.
 
-When its coordinator goes away JAX's client aborts with a page of C++ stack. It takes a callback for that moment; the
-callback's argument cannot be converted to Python (jaxlib 0.10), which ends in std::terminate. So the callback is given,
-and std::terminate is pointed to a function that says what happened and exits.
+JAX's client aborts with a page of C++ stack when its coordinator goes away. It accepts a callback for that event, whose
+argument cannot be converted to Python (jaxlib 0.10), which ends in std::terminate. So a callback is passed, and
+std::terminate is set to a function that prints the cause and exits.
+
+SIGTERM, SIGINT and SIGHUP become a request to stop at any moment, also while the main thread is inside a compiler or a
+collective and Python's own handlers cannot run. A second SIGINT interrupts at once.
 """
 
+import contextlib
 import ctypes
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import jax
 from jax._src import distributed
 
 _TERMINATE = ctypes.CFUNCTYPE(None)
-_kept: list[Any] = []  # C++ holds no reference to a Python function
+_keep_alive: list[Any] = []  # C++ holds no reference to a Python function
 _connecting = threading.Lock()
+WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+JOIN_S = 5.0
 
 
 class _WithCallback:
@@ -34,18 +42,18 @@ class _WithCallback:
 
 
 def on_terminate(act: Callable[[], None]) -> None:
-    """Call `act`, which must not return, instead of aborting when C++ gives up. Does nothing where the C++ library is
-    not the usual one: then the process aborts as before."""
+    """Makes std::terminate call `act`, which must not return. Does nothing if the C++ library is not libstdc++: the
+    process then aborts as before."""
     try:
         library = ctypes.CDLL("libstdc++.so.6")
         handler = _TERMINATE(act)
         library._ZSt13set_terminatePFvvE(handler)
     except (OSError, AttributeError):
         return
-    _kept.append(handler)
+    _keep_alive.append(handler)
 
 
-def connect(
+def connect_distributed(
     coordinator: str,
     processes: int,
     process: int,
@@ -55,8 +63,8 @@ def connect(
     initialization_timeout_s: int,
     heartbeat_timeout_s: int,
 ) -> Any:
-    """Join the group; the client of its key-value store. Raises ValueError when the peers do not come."""
-    jax.config.update("jax_enable_preemption_service", False)  # signals are ours: see Group
+    """Initializes jax.distributed. Returns the client of its key-value store; ValueError if peers are missing."""
+    jax.config.update("jax_enable_preemption_service", False)  # `SignalHandler` and `ProcessGroup` handle signals
     original = distributed._jax
     with _connecting:
         distributed._jax = _WithCallback(original)
@@ -85,13 +93,13 @@ def connect(
 
 
 def is_connected() -> bool:
-    """Whether this process is one of several."""
+    """Returns True if this process is one of several."""
     return distributed.global_state.client is not None
 
 
-def leave_and_exit(code: int) -> None:
-    """Leave the group and end this process. Not by Python's own way out, on which C++ takes apart what collectives'
-    threads still use: seen as a segmentation fault after everything was written and said, with its code for 75.
+def shutdown_and_exit(code: int) -> None:
+    """Leaves the group and ends this process by os._exit. In Python's own shutdown C++ destroys what threads of
+    collectives still use: a segmentation fault, with its exit code instead of 75, after all output was written.
     """
     try:
         jax.distributed.shutdown()
@@ -100,3 +108,46 @@ def leave_and_exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class SignalHandler:
+    """Context manager of the main thread that calls `on_signal(name)` on a thread of its own for every signal.
+    `afterwards` is the handler that is installed on exit; None: the handler that was installed before."""
+
+    def __init__(self, on_signal: Callable[[str], None], *, afterwards: Any = None):
+        self.on_signal, self._afterwards = on_signal, afterwards
+        self._old: dict[int, Any] = {}
+        self._old_fd = -1
+        self._interrupts = 0
+        self._write = -1
+
+    def __enter__(self) -> "SignalHandler":
+        reading, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._old = {number: signal.signal(number, self._receive) for number in WATCHED}
+        self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, args=(reading,), name="halfbyte-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Python's handler: the wake-up pipe has already notified the thread."""
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+
+    def _listen(self, reading: int) -> None:
+        while content := os.read(reading, 64):
+            with contextlib.suppress(OSError):  # an earlier listener, if there is one, answers the terminal
+                os.write(self._old_fd, content)
+            for number in content:
+                if number in WATCHED:
+                    self.on_signal(signal.Signals(number).name)
+        os.close(reading)
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old.items():
+            signal.signal(number, handler if self._afterwards is None else self._afterwards)
+        os.close(self._write)  # the thread reads the end of its pipe
+        self._thread.join(JOIN_S)  # bounded: `on_signal` may be talking to peers that do not answer

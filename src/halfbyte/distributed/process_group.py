@@ -1,8 +1,8 @@
-"""A group of ranks that is told one truth, stops at one step and ends in one sentence.
+"""Process group of a run: equal inputs on every rank, one last step, one error message and exit code.
 
-Ranks talk through the key-value store of JAX's coordination service, in a thread of their own: it works before anything
-is compiled, and while the main thread is stuck in a collective. Every rank writes its beat and reads how the group
-ends; rank 0 reads all beats and judges. A group of one has no store and keeps only the clock.
+Ranks communicate through the key-value store of JAX's coordination service, on a thread of their own: it works before
+anything is compiled, and while the main thread is stuck in a collective. Every rank writes its heartbeat and reads how
+the group ends; rank 0 reads all heartbeats and finds the stalled rank. A group of one has no store, only the watchdog.
 """
 
 import faulthandler
@@ -12,25 +12,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from .beats import Beat, Limits, judge
-from .ending import FAILED, PREEMPTED, End, leave
+from halfbyte.distributed.heartbeat import (
+    FAILED,
+    PREEMPTED,
+    GroupExit,
+    Heartbeat,
+    WatchdogLimits,
+    exit_process,
+    find_stalled_rank,
+)
 
-ROOT = "halfbyte"
-EXPLAIN_S = 6.0
-GRACE_S = 10.0
+KV_STORE_PREFIX = "halfbyte"
+FAILURE_DIAGNOSIS_S = 6.0
+EXIT_GRACE_S = 10.0
 JOIN_S = 5.0
-MOST_WATCHERS = 64
+MAX_HEARTBEAT_READERS = 64
 COORDINATOR_GONE = "rank 0, the coordinator, has gone; every rank ends, the last checkpoint is intact"
 
 
-class Disagreement(ValueError):
-    """Ranks that would compute different things."""
+class RankMismatchError(ValueError):
+    """Ranks have different inputs."""
 
 
-class Group:
-    """This process among `count`. `client` is the coordination service's, None when alone."""
+class ProcessGroup:
+    """This process among `count`. `client` is that of the coordination service; None for a single process."""
 
     def __init__(
         self,
@@ -38,19 +45,19 @@ class Group:
         count: int = 1,
         client: Any = None,
         *,
-        limits: Limits | None = None,
-        leave: Callable[[End], None] = leave,
+        limits: WatchdogLimits | None = None,
+        leave: Callable[[GroupExit], None] = exit_process,
     ):
         self.rank, self.count, self._client = rank, count, client
-        self.limits = limits or Limits()
+        self.limits = limits or WatchdogLimits()
         self._leave = leave
         self._lock = threading.Condition()
         self._step, self._doing, self._since = 0, "start", time.monotonic()
-        self._stage = "before"
+        self._stage: Literal["before", "loop", "after"] = "before"
         self._stop_reason: str | None = None
         self._frozen: int | None = None
         self._target: int | None = None
-        self._end: End | None = None
+        self._end: GroupExit | None = None
         self._code = 0
         self._count, self._heard = 0, time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}
@@ -58,21 +65,19 @@ class Group:
         self._urgent = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    # Life
-
-    def open(self) -> "Group":
-        """Begin to talk and to watch."""
-        self._threads = [threading.Thread(target=self._watch, name="halfbyte-watch", daemon=True)]
+    def open(self) -> "ProcessGroup":
+        """Starts the heartbeat and watchdog threads."""
+        self._threads = [threading.Thread(target=self._watchdog_loop, name="halfbyte-watch", daemon=True)]
         if self._client is not None:
-            self._threads.append(threading.Thread(target=self._talk_on, name="halfbyte-talk", daemon=True))
+            self._threads.append(threading.Thread(target=self._heartbeat_loop, name="halfbyte-talk", daemon=True))
         for thread in self._threads:
             thread.start()
         return self
 
     def close(self, code: int = 0) -> None:
-        """Stop watching: this rank has done its part and will exit with `code`. Joins its threads, `JOIN_S` at most."""
+        """Stops the threads, joining them for at most `JOIN_S`. This rank is done and will exit with `code`."""
         self._code = code
-        self.at("done")
+        self.report_activity("done")
         self._stage = "after"
         if self._client is not None and not self._closed.is_set():
             self._put(f"beat/{self.rank}", self._beat().to_json())
@@ -82,29 +87,30 @@ class Group:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    # What this rank is at
-
-    def at(self, doing: str, step: int | None = None) -> None:
-        """Say what this rank is doing now; the clock of the watchdog starts anew."""
+    def report_activity(self, doing: str, step: int | None = None) -> None:
+        """Publishes what this rank is doing now and restarts the clock of the watchdog."""
         self._doing, self._since = doing, time.monotonic()
         self._step = self._step if step is None else step
 
     @property
-    def doing(self) -> str:
-        """What `at` said last."""
+    def stage(self) -> Literal["before", "loop", "after"]:
+        """Returns whether the step loop has begun, and whether it has ended."""
+        return self._stage
+
+    @property
+    def activity(self) -> str:
+        """The activity that was reported last."""
         return self._doing
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         self._count += 1
-        return Beat(self._count, self._step, self._doing, time.monotonic() - self._since)
+        return Heartbeat(self._count, self._step, self._doing, time.monotonic() - self._since)
 
-    # One truth
-
-    def agree(self, topic: str, facts: Mapping[str, Any]) -> None:
-        """Raise Disagreement, naming rank, field and both values, unless every rank gives the same facts."""
+    def assert_equal_across_ranks(self, topic: str, facts: Mapping[str, Any]) -> None:
+        """Raises RankMismatchError with rank, field and both values, unless every rank passes the same facts."""
         if self._client is None:
             return
-        everyone = self.share(topic, dict(facts))
+        everyone = self.all_gather_json(topic, dict(facts))
         lines = []
         for rank, theirs in everyone.items():
             for name in sorted(everyone[0].keys() | theirs.keys()):
@@ -112,13 +118,13 @@ class Group:
                 if mine != other:
                     lines.append(f"rank {rank} has {name} {_show(other)}, rank 0 has {_show(mine)}")
         if lines:
-            raise Disagreement(
+            raise RankMismatchError(
                 f"the ranks of this run disagree ({topic}):\n  " + "\n  ".join(lines[:12]) + "\n"
                 "start every rank with the same flags, code and files"
             )
 
-    def share(self, topic: str, value: Any) -> dict[int, Any]:
-        """Every rank's value, by rank. Each waits for all."""
+    def all_gather_json(self, topic: str, value: Any) -> dict[int, Any]:
+        """Returns the value of every rank, by rank. Blocks until all have called it."""
         if self._client is None:
             return {self.rank: value}
         self._put(f"{topic}/{self.rank}", json.dumps(value))
@@ -128,11 +134,9 @@ class Group:
                 return {rank: json.loads(found[rank]) for rank in sorted(found)}
             time.sleep(0.05)  # one that has gone or stopped meanwhile ends the group by its silence
 
-    # Stopping
-
     def request_stop(self, reason: str) -> None:
-        """A signal came, here. Before the first step the group ends at once, after it all stop at one step; a second
-        request changes nothing."""
+        """Handles a signal to this rank. Before the first step the group ends at once, after it all ranks stop at the
+        same step; a second request changes nothing."""
         if self._stop_reason is not None or self._stage == "after":
             return
         self._stop_reason = reason
@@ -142,16 +146,16 @@ class Group:
         if self._client is not None:
             self._urgent.set()
 
-    def begin_steps(self) -> None:
-        """The loop begins: from here on a stop waits for the step in progress and its checkpoint."""
+    def enter_step_loop(self) -> None:
+        """Marks the begin of the step loop: from now on a stop waits for the step in progress and its checkpoint."""
         self._stage = "loop"
 
-    def end_steps(self) -> None:
-        """The last step is done: a signal no longer changes anything."""
+    def leave_step_loop(self) -> None:
+        """Marks the end of the last step: signals are ignored from now on."""
         self._stage = "after"
 
-    def stop_before(self, step: int) -> str | None:
-        """The reason to stop instead of beginning `step`, the same on every rank; None to go on."""
+    def stop_reason_before(self, step: int) -> str | None:
+        """Returns the reason to stop before `step`, the same on every rank; None to continue."""
         with self._lock:
             if self._client is None:
                 return self._stop_reason
@@ -162,17 +166,17 @@ class Group:
                 self._lock.wait(1.0)
             return (self._stop_reason or "SIGTERM") if step > self._target else None
 
-    def _settle_stop(self) -> None:
-        """All ranks say how far they are bound to go; all go as far as the furthest."""
+    def _agree_on_stop_step(self) -> None:
+        """Publishes the step that this rank cannot stop before; the maximum over ranks is the last step of all."""
         if self._stop_reason is not None and self._frozen is None:
             self._put(f"stop/{self.rank}", self._stop_reason)
-        asked = self._list("stop")
-        if not asked:
+        requests = self._list("stop")
+        if not requests:
             return
         with self._lock:
             if self._frozen is None:
                 self._frozen = self._step
-                self._stop_reason = self._stop_reason or asked[0][1]
+                self._stop_reason = self._stop_reason or requests[0][1]
                 self._put(f"bound/{self.rank}", str(self._frozen))
         bound = self._list("bound")
         if len(bound) == self.count:
@@ -180,47 +184,45 @@ class Group:
                 self._target = max(int(text) for _, text in bound)
                 self._lock.notify_all()
 
-    # Ending
-
-    def fail(self, sentence: str, code: int) -> End:
-        """This rank has failed: write it down for the others; how the group ends."""
+    def fail(self, sentence: str, code: int) -> GroupExit:
+        """Publishes that this rank has failed. Returns how the group ends: as the first failure says."""
         named = f"rank {self.rank}: {sentence}" if self.count > 1 else sentence
-        return self._write_end(End(self.rank, named, code))
+        return self._write_end(GroupExit(self.rank, named, code))
 
-    def fail_as(self, sentence: str, code: int) -> End:
-        """As `fail`, for a sentence that names its ranks itself."""
-        return self._write_end(End(self.rank, sentence, code))
+    def fail_with_message(self, sentence: str, code: int) -> GroupExit:
+        """As `fail`, for a sentence that names its ranks."""
+        return self._write_end(GroupExit(self.rank, sentence, code))
 
     def end(self, sentence: str, code: int) -> None:
-        """End every rank now, this one included."""
-        end = self._write_end(End(self.rank, sentence, code))
+        """Ends every rank now, including this one."""
+        end = self._write_end(GroupExit(self.rank, sentence, code))
         self._closed.wait(1.5 if self.count > 1 else 0.0)  # let the others read it before the store goes
         self._leave(end)
 
-    def explain(self, error: BaseException) -> End:
-        """Why a collective failed here: the end that another rank wrote, the rank that has gone, or this error."""
-        deadline = time.monotonic() + EXPLAIN_S
+    def explain_collective_failure(self, error: BaseException) -> GroupExit:
+        """Returns the cause of a failed collective: the exit that another rank wrote, a lost rank, or this error."""
+        deadline = time.monotonic() + FAILURE_DIAGNOSIS_S
         while time.monotonic() < deadline and self._end is None:
             time.sleep(0.2)
         if self._end is not None:
             return self._end
-        gone = self._gone()
+        gone = self._lost_rank()
         if not self._reachable():
-            return End(0, COORDINATOR_GONE, FAILED)
+            return GroupExit(0, COORDINATOR_GONE, FAILED)
         if gone is not None:
             beat = self._beats().get(gone)
             where = f" after step {beat.step}, at: {beat.doing}" if beat else ""
             return self._write_end(
-                End(gone, f"rank {gone} has gone{where}; every rank ends, the last checkpoint is intact", FAILED)
+                GroupExit(gone, f"rank {gone} has gone{where}; every rank ends, the last checkpoint is intact", FAILED)
             )
         return self.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", FAILED)
 
-    def _gone(self) -> int | None:
-        """A rank that gives no more signs of life; None once all others have given one. One whose last was seen a
-        moment ago may be gone all the same, where this process stood still until then: its next is waited for."""
-        first, longest = self._beats(), max(EXPLAIN_S / 2, 3 * self._interval)
+    def _lost_rank(self) -> int | None:
+        """Returns a rank without heartbeats; None once all others have sent one. A rank whose last heartbeat has just
+        been seen may be lost too, if this process was stopped until then: so this waits for the next one."""
+        first, longest = self._beats(), max(FAILURE_DIAGNOSIS_S / 2, 3 * self._interval)
         while True:
-            silence, beats = self._silence(), self._beats()
+            silence, beats = self._seconds_since_heartbeat(), self._beats()
             silent = [rank for rank, seconds in silence.items() if rank != self.rank and seconds > longest]
             if silent:
                 return silent[0]
@@ -228,42 +230,40 @@ class Group:
                 return None
             time.sleep(self._interval)
 
-    def runtime_died(self) -> None:
-        """JAX's runtime gave up on this process: say why and leave. Called on a thread of C++."""
+    def on_runtime_terminated(self) -> None:
+        """Exits with the reason after JAX's runtime has terminated. Called on a thread of C++."""
         if self._closed.is_set():  # a peer was faster to leave: this rank's own work is done
             os._exit(self._code)
         time.sleep(2.0)  # the main thread, or the store, may know more
-        self._leave(self._end or End(0, COORDINATOR_GONE, FAILED))
+        self._leave(self._end or GroupExit(0, COORDINATOR_GONE, FAILED))
 
-    def _write_end(self, end: End) -> End:
+    def _write_end(self, end: GroupExit) -> GroupExit:
         if self._end is not None:
             return self._end
         self._end = end
         if self._client is not None:
             try:
-                self._client.key_value_set(f"{ROOT}/end", end.to_json(), False)
-            except Exception:  # somebody was first, or the store is gone
+                self._client.key_value_set(f"{KV_STORE_PREFIX}/end", end.to_json(), False)
+            except Exception:  # another rank was first, or the store is gone
                 self._end = self._read_end() or end
         return self._end
 
-    def _read_end(self) -> End | None:
+    def _read_end(self) -> GroupExit | None:
         try:
-            return End.from_json(self._client.key_value_try_get(f"{ROOT}/end"))
+            return GroupExit.from_json(self._client.key_value_try_get(f"{KV_STORE_PREFIX}/end"))
         except Exception:  # jaxlib raises for a key that is not there, and for a store that is not there
             return None
 
-    # The store
-
     def _put(self, key: str, value: str) -> None:
         try:
-            self._client.key_value_set(f"{ROOT}/{key}", value, True)
+            self._client.key_value_set(f"{KV_STORE_PREFIX}/{key}", value, True)
             self._heard = time.monotonic()
-        except Exception:  # the store is gone: `_watch` notices that nothing is heard
+        except Exception:  # the store is gone: `_watchdog_loop` notices that
             return
 
     def _list(self, key: str) -> list[tuple[str, str]]:
         try:
-            found = self._client.key_value_dir_get(f"{ROOT}/{key}/")
+            found = self._client.key_value_dir_get(f"{KV_STORE_PREFIX}/{key}/")
             self._heard = time.monotonic()
             return found
         except Exception:  # as above
@@ -274,10 +274,10 @@ class Group:
         self._put(f"beat/{self.rank}", self._beat().to_json())
         return self._heard > before
 
-    def _beats(self) -> dict[int, Beat]:
-        return {int(key.rsplit("/", 1)[1]): Beat.from_json(text) for key, text in self._list("beat")}
+    def _beats(self) -> dict[int, Heartbeat]:
+        return {int(key.rsplit("/", 1)[1]): Heartbeat.from_json(text) for key, text in self._list("beat")}
 
-    def _silence(self) -> dict[int, float]:
+    def _seconds_since_heartbeat(self) -> dict[int, float]:
         """Seconds since each rank's beat last changed, as seen from here."""
         now, beats = time.monotonic(), self._beats()
         for rank, beat in beats.items():
@@ -285,28 +285,26 @@ class Group:
                 self._seen[rank] = (beat.count, now)
         return {rank: now - self._seen[rank][1] for rank in beats}
 
-    # Threads
-
     @property
     def _interval(self) -> float:
         return max(0.5, self.count / 1000)
 
-    def _talk_on(self) -> None:
+    def _heartbeat_loop(self) -> None:
         while not self._closed.is_set():
             self._urgent.wait(self._interval)
             self._urgent.clear()
             if self._closed.is_set():
                 return
             self._put(f"beat/{self.rank}", self._beat().to_json())
-            found = self._end or self._read_end()
-            if found is not None:
-                self._follow(found)
+            end = self._end or self._read_end()
+            if end is not None:
+                self._exit_with_group(end)
                 return
-            self._settle_stop()
-            if self.rank and self.count > MOST_WATCHERS:
+            self._agree_on_stop_step()
+            if self.rank and self.count > MAX_HEARTBEAT_READERS:
                 continue
-            silence = self._silence()  # every rank of a small group keeps count, so that any can say who has gone
-            verdict = judge(self._beats(), silence, self.limits) if self.rank == 0 else None
+            silence = self._seconds_since_heartbeat()  # on every rank of a small group: `_lost_rank` needs it
+            verdict = find_stalled_rank(self._beats(), silence, self.limits) if self.rank == 0 else None
             if verdict is not None:
                 self._blame(*verdict)
 
@@ -315,16 +313,16 @@ class Group:
             faulthandler.dump_traceback(file=sys.stderr)
         self.end(sentence, FAILED)
 
-    def _follow(self, end: End) -> None:
-        """Another rank has ended the group. The main thread has a moment to leave by itself."""
+    def _exit_with_group(self, end: GroupExit) -> None:
+        """Exits after another rank has ended the group. A rank that is blamed has `EXIT_GRACE_S` to exit by itself."""
         self._end = end
         if end.rank == self.rank:
-            self._closed.wait(GRACE_S)
+            self._closed.wait(EXIT_GRACE_S)
         if not self._closed.is_set():
             self._leave(end)
 
-    def _watch(self) -> None:
-        """The clock alone: a group of one that makes no progress, and a coordinator that answers nobody."""
+    def _watchdog_loop(self) -> None:
+        """Ends a group of one that makes no progress, and a rank whose coordinator does not answer."""
         tick, last = 0.5, time.monotonic()
         while not self._closed.wait(tick):
             now = time.monotonic()
@@ -332,14 +330,16 @@ class Group:
                 self._heard, self._seen = now, {}
             last = now
             if self._client is None:
-                beat = Beat(0, self._step, self._doing, now - self._since)
-                verdict = judge({0: beat}, {}, self.limits)
+                beat = Heartbeat(0, self._step, self._doing, now - self._since)
+                verdict = find_stalled_rank({0: beat}, {}, self.limits)
                 if verdict is not None:
                     faulthandler.dump_traceback(file=sys.stderr)
-                    self._leave(End(0, verdict[1].replace("rank 0 is the furthest behind: ", ""), FAILED))
+                    self._leave(GroupExit(0, verdict[1].replace("rank 0 is the furthest behind: ", ""), FAILED))
                     return
-            elif self.rank and now - self._heard > self.limits.silence + 2 * self._interval:
-                self._leave(End(0, f"rank 0, the coordinator, has not answered for {now - self._heard:.0f} s", FAILED))
+            elif self.rank and now - self._heard > self.limits.heartbeat_timeout_s + 2 * self._interval:
+                self._leave(
+                    GroupExit(0, f"rank 0, the coordinator, has not answered for {now - self._heard:.0f} s", FAILED)
+                )
                 return
 
 

@@ -1,8 +1,8 @@
-"""Local ranks under a supervisor: started together, ended together, started again from the last good checkpoint.
+"""Supervisor of local ranks: starts them together, ends them together, restarts them from the last good checkpoint.
 
-The supervisor knows nothing of training. A group ends with one exit code: 0 is done; 2 and 3 are answers that would not
-change; anything else is a fault, and the group is started again after a pause that doubles, up to a bound of restarts
-that brought no new checkpoint.
+The supervisor does not depend on training. A group ends with one exit code: 0 is success; 2 and 3 would not change in a
+retry; anything else is a fault, and the group is restarted after a pause that doubles, up to a number of restarts
+without a new checkpoint.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from .cluster import LOOPBACK
+from halfbyte.distributed.cluster_env import LOOPBACK
 
 DONE, FAILED, BAD_INPUT, NOT_PASSED, PREEMPTED = 0, 1, 2, 3, 75
-# The words that start a process of this program, whatever is in PATH and in the present directory.
-ENTRY = (sys.executable, "-P", "-c", "from halfbyte.cli.main import entry; entry()")
+# Command of a process of this program, independent of PATH and of the working directory.
+RANK_COMMAND = (sys.executable, "-P", "-c", "from halfbyte.cli.main import entry; entry()")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SUPERVISOR = "HALFBYTE_SUPERVISOR"
-LOOK_S = 0.2
+SUPERVISOR_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
-class Policy:
+class RestartPolicy:
     """`restarts`: in a row without a new checkpoint. `pause_s`: before the first of them, doubling up to
     `longest_pause_s`. `grace_s`: for the other ranks, once one has ended, before they are killed."""
 
@@ -41,20 +41,20 @@ class Policy:
 
 @dataclass
 class Supervisor:
-    """Runs `command` (the words after `halfbyte`) as `ranks` processes; `progress` says the newest checkpoint."""
+    """Runs `command` (the words after `halfbyte`) as `ranks` processes; `progress` returns the newest checkpoint."""
 
     command: Sequence[str]
     ranks: int
-    policy: Policy
+    policy: RestartPolicy
     progress: Callable[[], int]
     say: Callable[[str], None]
     restarts: int = 0
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    _told: list[signal.Signals] = field(default_factory=list)
+    _received_signals: list[signal.Signals] = field(default_factory=list)
 
     def run(self) -> int:
-        """Supervise to the end; the group's exit code."""
-        old = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        """Runs the ranks, with restarts, to the end. Returns the exit code of the group."""
+        old = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             return self._run()
         finally:
@@ -65,8 +65,8 @@ class Supervisor:
     def _run(self) -> int:
         fruitless, before = 0, self.progress()
         while True:
-            code, rank = self._once()
-            if code in (DONE, BAD_INPUT, NOT_PASSED) or self._told:
+            code, rank = self._run_once()
+            if code in (DONE, BAD_INPUT, NOT_PASSED) or self._received_signals:
                 return code
             reached = self.progress()
             fruitless, before = (0 if reached > before else fruitless + 1), max(before, reached)
@@ -87,28 +87,30 @@ class Supervisor:
                 return PREEMPTED
 
     def _sleep(self, seconds: float) -> bool:
-        """False if a signal came."""
+        """Returns False if a signal came."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._told:
+        while time.monotonic() < until and not self._received_signals:
             time.sleep(0.1)
-        return not self._told
+        return not self._received_signals
 
-    def _once(self) -> tuple[int, int]:
-        """Start the ranks and wait for all; (exit code of the group, the rank that ended it)."""
-        with held_port() as port:
+    def _run_once(self) -> tuple[int, int]:
+        """Starts the ranks and waits for all. Returns (exit code of the group, the rank that ended it)."""
+        with reserved_port() as port:
             return self._started_on(port)
 
     def _started_on(self, port: int) -> tuple[int, int]:
         environment = {**os.environ, SUPERVISOR: str(os.getpid())}
         self._running = [
             # A group of its own: a terminal's Ctrl-C comes to a rank once, from here.
-            subprocess.Popen([*ENTRY, *self.command, *self._place(rank, port)], env=environment, process_group=0)
+            subprocess.Popen(
+                [*RANK_COMMAND, *self.command, *self._distributed_flags(rank, port)], env=environment, process_group=0
+            )
             for rank in range(self.ranks)
         ]
         first: tuple[int, int] | None = None
         deadline, forwarded = float("inf"), 0
         while any(process.poll() is None for process in self._running):
-            for number in self._told[forwarded:]:
+            for number in self._received_signals[forwarded:]:
                 self._forward(number)
                 forwarded += 1
             ended = [(process.returncode, rank) for rank, process in enumerate(self._running) if process.poll()]
@@ -120,15 +122,15 @@ class Supervisor:
         codes = [(process.returncode, rank) for rank, process in enumerate(self._running)]
         return first or next((pair for pair in codes if pair[0]), (DONE, 0))
 
-    def _place(self, rank: int, port: int) -> list[str]:
+    def _distributed_flags(self, rank: int, port: int) -> list[str]:
         if self.ranks == 1:
             return []
-        place = {"coordinator": f"{LOOPBACK}:{port}", "processes": str(self.ranks), "process": str(rank)}
-        return [word for name, value in place.items() for word in (f"--distributed.{name}", value)]
+        flags = {"coordinator": f"{LOOPBACK}:{port}", "processes": str(self.ranks), "process": str(rank)}
+        return [word for name, value in flags.items() for word in (f"--distributed.{name}", value)]
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Only noted: a signal may come while the ranks are being started, and those that are up are not known yet."""
-        self._told.append(signal.Signals(number))
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Only records the signal: it may come while the ranks are being started, before their processes are known."""
+        self._received_signals.append(signal.Signals(number))
 
     def _forward(self, number: signal.Signals) -> None:
         for process in self._running:
@@ -142,18 +144,20 @@ class Supervisor:
                 process.wait()
 
 
-def end_with_supervisor(environ: MutableMapping[str, str]) -> None:
-    """In a rank: when the process that started it is gone, however it went, this one ends at once, so that the next
-    supervisor finds the run directory free. Nothing for a process that no supervisor started."""
+def exit_with_supervisor(environ: MutableMapping[str, str]) -> None:
+    """In a rank: ends this process as soon as its supervisor has ended in any way, so that the next supervisor finds
+    the run directory unlocked. Does nothing in a process without a supervisor."""
     if (parent := environ.pop(SUPERVISOR, "")).isdigit():
-        threading.Thread(target=_end_without, args=(int(parent),), name="halfbyte-supervisor", daemon=True).start()
+        threading.Thread(
+            target=_exit_when_parent_dies, args=(int(parent),), name="halfbyte-supervisor", daemon=True
+        ).start()
 
 
-def _end_without(parent: int) -> None:
+def _exit_when_parent_dies(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(LOOK_S)
-    said = "the supervisor has gone; this rank ends, the last checkpoint is intact"
-    print(f"halfbyte: {said}", file=sys.stderr, flush=True)
+        time.sleep(SUPERVISOR_POLL_S)
+    reason = "the supervisor has gone; this rank ends, the last checkpoint is intact"
+    print(f"halfbyte: {reason}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 
 
@@ -166,10 +170,10 @@ def newest_checkpoint(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def held_port() -> Iterator[int]:
-    """A port of this machine on which, while this holds it, only a process that was told of it listens. It is bound
-    here and nobody listens, so Linux gives it to nobody else; a server that reuses addresses, as the coordinator does,
-    may have it. Other systems may refuse that server too: there it is let go."""
+def reserved_port() -> Iterator[int]:
+    """Yields a port of this machine that no other process is given meanwhile. It is bound here without a listener, so
+    Linux assigns it to no other process; a server that reuses addresses, as the coordinator does, may listen on it.
+    Other systems may refuse that server too: there the port is released at once."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((LOOPBACK, 0))

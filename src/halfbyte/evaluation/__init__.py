@@ -1,8 +1,26 @@
-"""What a trained model can do: text from a prompt, scores on local tasks, and curves of several runs side by side."""
+"""Evaluate trained models: generate text, score tasks, compare loss curves, and replay a step to judge its GEMMs."""
 
-from halfbyte.evaluation.generation import Generated, Generator
-from halfbyte.evaluation.language_model import SCORING_RULES, WRITING_RULES, LanguageModel
-from halfbyte.evaluation.sampling import Sampling
-from halfbyte.evaluation.scoring import Request, Score, Scorer
-from halfbyte.evaluation.task_files import TEXT, TaskFile, UnknownFormat, chosen, examples, open_task
-from halfbyte.evaluation.tasks import Metric, Result, first_windows, run_task, validation_result
+from typing import TYPE_CHECKING
+
+from halfbyte.evaluation.eval_tasks import MetricEstimate, TaskResult, run_task, truncate_to_windows, validation_result
+from halfbyte.evaluation.generation import (
+    GENERATION_RULES,
+    SCORING_RULES,
+    GeneratedText,
+    LanguageModel,
+    Sampling,
+    TextGenerator,
+)
+from halfbyte.evaluation.scoring import Scorer, ScoreRequest, SequenceScore
+from halfbyte.evaluation.task_files import (
+    TEXT_FORMAT,
+    TaskFile,
+    UnknownTaskFormatError,
+    iter_examples,
+    open_task,
+    subsample,
+)
+from halfbyte.renamed import old_names
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__)

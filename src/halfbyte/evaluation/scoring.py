@@ -21,40 +21,42 @@ import numpy as np
 from jax import lax
 
 from halfbyte import models
-from halfbyte.evaluation.language_model import LanguageModel
-from halfbyte.inputs import check_whole
+from halfbyte.distributed import axis_size, named_sharding
+from halfbyte.evaluation.generation import LanguageModel
+from halfbyte.io import check_int
 from halfbyte.models.embedding import head_weight
-from halfbyte.sharding import axis_size, named_sharding
 
-SHORTEST = 32  # of the padded lengths
-LENGTHS = 5  # padded lengths at most, each half of the next
+MIN_PADDED_LENGTH = 32  # of the padded lengths
+NUM_PADDED_LENGTHS = 5  # padded lengths at most, each half of the next
 LOGIT_BYTES = 2**28  # float32 logits that exist at one time
-PACKED = ("tokens", "targets", "segments", "positions")
-SCALES = ("batch", "window")
+PACKED_BATCH_KEYS = ("tokens", "targets", "segments", "positions")
+AMAX_SCOPES = ("batch", "window")
 Batch = dict[str, Any]
-Watch = Callable[[int, int], None]
+ProgressFn = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoreRequest:
     """Tokens of which the last `scored` are judged."""
 
     tokens: tuple[int, ...]
-    scored: int
+    num_scored: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.scored < len(self.tokens):
-            raise ValueError(f"{self.scored} of {len(self.tokens)} tokens to score: need at least 1, and one before it")
+        if not 1 <= self.num_scored < len(self.tokens):
+            raise ValueError(
+                f"{self.num_scored} of {len(self.tokens)} tokens to score: need at least 1, and one before it"
+            )
 
-    def within(self, window: int) -> "Request":
+    def truncate_to(self, window: int) -> "ScoreRequest":
         """The same request if the model can read it at once, else its end: the last `window` + 1 tokens."""
         if len(self.tokens) <= window + 1:
             return self
-        return Request(self.tokens[-window - 1 :], min(self.scored, window))
+        return ScoreRequest(self.tokens[-window - 1 :], min(self.num_scored, window))
 
 
 @dataclass(frozen=True)
-class Score:
+class SequenceScore:
     """`nll`: negative log-likelihood in nats, summed over `tokens`. `greedy`: each of them was the likeliest."""
 
     nll: float
@@ -63,7 +65,7 @@ class Score:
 
 
 def token_scores(
-    config: models.LlamaConfig, params: models.Params, batch: Batch, ctx: models.Context
+    config: models.LlamaConfig, params: models.Params, batch: Batch, ctx: models.ModelContext
 ) -> tuple[jax.Array, jax.Array]:
     """(negative log-likelihood of each target, float32 [batch, seq], 0 where it is -1; whether it is the likeliest
     token, bool)."""
@@ -105,16 +107,16 @@ class Scorer:
         self.window = window or model.seq
         self.batch_tokens = batch_tokens
         self.scales = scales
-        if scales not in SCALES:
-            raise ValueError(f"scales must be one of {', '.join(SCALES)}, got {scales!r}")
-        if scales == "window" and self._share > 1:
+        if scales not in AMAX_SCOPES:
+            raise ValueError(f"scales must be one of {', '.join(AMAX_SCOPES)}, got {scales!r}")
+        if scales == "window" and self._num_batch_shards > 1:
             raise ValueError(
-                f"scales='window' scores one window a program, and this mesh cuts a batch into {self._share}; "
-                "use a mesh of tensor alone, or scales='batch'"
+                f"scales='window' scores one window a program, and this mesh cuts a batch into "
+                f"{self._num_batch_shards}; use a mesh of tensor alone, or scales='batch'"
             )
         if not 1 <= self.window <= model.config.max_seq:
             raise ValueError(f"seq {self.window}: windows lie between 1 and the model's max_seq {model.config.max_seq}")
-        check_whole("batch_tokens", batch_tokens, least=1)
+        check_int("batch_tokens", batch_tokens, least=1)
         self.compiled: set[tuple[int, int]] = set()
         self._program, self._sums = jax.jit(self._row_scores), jax.jit(self._window_sums)
 
@@ -128,30 +130,32 @@ class Scorer:
         nll, _ = token_scores(self.model.config, params, batch, self.model.context)
         return jnp.sum(nll, axis=1), jnp.sum(batch["targets"] >= 0, axis=1)
 
-    def score(self, requests: Sequence[Request], *, watch: Watch | None = None) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], *, watch: ProgressFn | None = None) -> list[SequenceScore]:
         """A score for each request, in order. `watch` is told (requests done, of all) after each batch."""
-        within = [request.within(self.window) for request in requests]
-        running = ((at, self._program(self.model.params, self._place(batch))) for at, batch in self._batches(within))
-        scores: dict[int, Score] = {}
-        for numbers, found in _one_behind(running):
+        within = [request.truncate_to(self.window) for request in requests]
+        running = (
+            (at, self._program(self.model.params, self._put_on_mesh(batch))) for at, batch in self._batches(within)
+        )
+        scores: dict[int, SequenceScore] = {}
+        for numbers, found in _prefetch_one(running):
             for number, nll, greedy in zip(numbers, *jax.device_get(found)):  # rows after the last number are padding
-                scores[number] = Score(float(nll), within[number].scored, bool(greedy))
+                scores[number] = SequenceScore(float(nll), within[number].num_scored, bool(greedy))
             if watch is not None:
                 watch(len(scores), len(requests))
         return [scores[number] for number in range(len(requests))]
 
-    def score_packed(self, batches: Iterable[Batch]) -> Iterator[Score]:
+    def score_packed(self, batches: Iterable[Batch]) -> Iterator[SequenceScore]:
         """The score of each window of packed batches, as the loader yields them.
 
         Windows without a target are left out; `greedy` is not looked at, and False.
         """
-        placed = (self._place({key: batch[key] for key in PACKED}) for batch in batches)
-        for found in _one_behind(self._sums(self.model.params, batch) for batch in placed):
+        placed = (self._put_on_mesh({key: batch[key] for key in PACKED_BATCH_KEYS}) for batch in batches)
+        for found in _prefetch_one(self._sums(self.model.params, batch) for batch in placed):
             for nll, tokens in zip(*jax.device_get(found), strict=True):
                 if tokens:
-                    yield Score(float(nll), int(tokens), False)
+                    yield SequenceScore(float(nll), int(tokens), False)
 
-    def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[int], Batch]]:
+    def _batches(self, requests: Sequence[ScoreRequest]) -> Iterator[tuple[list[int], Batch]]:
         """(request numbers, padded batch): one shape a padded length, filled in order."""
         by_length: dict[int, list[int]] = {}
         lengths = padded_lengths(self.window)
@@ -170,14 +174,14 @@ class Scorer:
         if self.scales == "window":
             return 1
         rows = max(1, self.batch_tokens // length)
-        return -(-rows // self._share) * self._share
+        return -(-rows // self._num_batch_shards) * self._num_batch_shards
 
     @property
-    def _share(self) -> int:
+    def _num_batch_shards(self) -> int:
         """Into how many parts the mesh cuts a batch."""
         return axis_size(self.model.context.mesh, self.model.context.rules.mesh_axes("batch"))
 
-    def _place(self, batch: Batch) -> Batch:
+    def _put_on_mesh(self, batch: Batch) -> Batch:
         mesh = self.model.context.mesh
         if mesh is None:
             return batch
@@ -188,25 +192,25 @@ class Scorer:
 def padded_lengths(window: int) -> list[int]:
     """The lengths that rows are padded to, shortest first: `window`, half of it, ... in multiples of 16."""
     lengths = {window}
-    for _ in range(LENGTHS - 1):
+    for _ in range(NUM_PADDED_LENGTHS - 1):
         shorter = -(-min(lengths) // 32) * 16
-        if shorter < SHORTEST or shorter >= min(lengths):
+        if shorter < MIN_PADDED_LENGTH or shorter >= min(lengths):
             break
         lengths.add(shorter)
     return sorted(lengths)
 
 
-def pad_batch(requests: Sequence[Request], rows: int, length: int) -> Batch:
+def pad_batch(requests: Sequence[ScoreRequest], rows: int, length: int) -> Batch:
     """`tokens` and `targets`, int32 [rows, length]; the target of what is not scored is -1."""
     tokens = np.zeros((rows, length), np.int32)
     targets = np.full((rows, length), -1, np.int32)
     for row, request in enumerate(requests):
         ids = np.asarray(request.tokens, np.int32)
         tokens[row, : len(ids) - 1] = ids[:-1]
-        targets[row, len(ids) - 1 - request.scored : len(ids) - 1] = ids[-request.scored :]
+        targets[row, len(ids) - 1 - request.num_scored : len(ids) - 1] = ids[-request.num_scored :]
     return {"tokens": tokens, "targets": targets}
 
 
-def _one_behind(running: Iterable[Any]) -> Iterator[Any]:
+def _prefetch_one(running: Iterable[Any]) -> Iterator[Any]:
     """What was dispatched, each after the next was: the device works on that one while the host reads."""
     return (before for before, _ in itertools.pairwise(itertools.chain(running, [None])))

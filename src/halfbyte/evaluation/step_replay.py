@@ -17,18 +17,31 @@ import jax.numpy as jnp
 from jax import lax
 
 from halfbyte import models, ops
-from halfbyte.models import LlamaConfig, experts
+from halfbyte.models import LlamaConfig, moe
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
-from halfbyte.models.context import Context, LayerContext, segments
-from halfbyte.models.keys import drawn_in_layer, drawn_in_layers, keys_of_layers, way
-from halfbyte.models.linear import MLP_SITES
-from halfbyte.models.llama import begin, layer_of, normed, scored
-from halfbyte.models.quantized import FUSED, amaxes_of, fused, share_scales, shares_scale
-from halfbyte.models.walk import of_segment, through_layers
-from halfbyte.nn.routing import Load
+from halfbyte.models.layer_scan import scan_layers, slice_segment
+from halfbyte.models.linear_layers import MLP_SITES
+from halfbyte.models.llama import apply_norm, embed_inputs, loss_from_hidden, make_block_fn
+from halfbyte.models.model_context import (
+    LayerContext,
+    ModelContext,
+    key_path,
+    keys_of_layers,
+    layer_segments,
+    stream_words_of_layer,
+    stream_words_of_layers,
+)
+from halfbyte.models.quantized_params import (
+    FUSED_GROUPS,
+    fused_group,
+    has_shared_scale,
+    matrix_amaxes,
+    quantize_with_shared_scale,
+)
 from halfbyte.ops.activation import ACTIVATIONS
-from halfbyte.ops.tiles import Tiles
-from halfbyte.recipe import Recipe, Segment, layer_key, site_key
+from halfbyte.ops.expert_tiles import ExpertTiles
+from halfbyte.ops.moe_dispatch import ExpertLoad
+from halfbyte.recipes import LayerSegment, Recipe, layer_key, site_key
 
 Batch = dict[str, jax.Array]
 
@@ -36,10 +49,10 @@ Batch = dict[str, jax.Array]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["x", "w", "dy", "weight", "key", "bits", "amax", "dw", "tiles"],
-    meta_fields=["site", "recipe", "most"],
+    meta_fields=["site", "recipe", "max_rows"],
 )
 @dataclass(frozen=True)
-class Linear:
+class LinearCapture:
     """What one linear was given: x [..., inputs], w [inputs, outputs], the gradient dy of its output.
 
     As the run has it: its `weight` (w, or a QWeight where it shares a scale), its `key`, and `dw`, the gradient of w in
@@ -60,10 +73,10 @@ class Linear:
     bits: jax.Array | None
     amax: jax.Array | None
     dw: jax.Array
-    tiles: Tiles | None = None
-    most: int = 0
+    tiles: ExpertTiles | None = None
+    max_rows: int = 0
 
-    def of_expert(self, expert: Any) -> "Linear":
+    def for_expert(self, expert: Any) -> "LinearCapture":
         """One expert's rows alone, from the first row on, and zeros after them; numbers of its own."""
         assert self.tiles is not None
 
@@ -71,115 +84,108 @@ class Linear:
             return None if per_expert is None else per_expert[expert]
 
         key, bits = (None if k is None else jax.random.fold_in(k, expert) for k in (self.key, self.bits))
-        rows = {name: self.own_rows(getattr(self, name), expert, self.tiles.counts[expert]) for name in ("x", "dy")}
-        return Linear(self.site, self.recipe, rows["x"], at(self.w), rows["dy"], at(self.w), key, bits, at(self.amax),
-                      at(self.dw))  # fmt: skip
+        rows = {name: self.expert_rows(getattr(self, name), expert, self.tiles.counts[expert]) for name in ("x", "dy")}
+        return LinearCapture(
+            self.site, self.recipe, rows["x"], at(self.w), rows["dy"], at(self.w), key, bits, at(self.amax), at(self.dw)
+        )  # fmt: skip
 
-    def fullest(self) -> "Linear":
+    def for_fullest_expert(self) -> "LinearCapture":
         """Of experts, the one with the most rows as a linear of its own: as many of them as the largest power of two
         has, at least 32. Anything else is itself."""
         if self.tiles is None:
             return self
         counts = jax.device_get(self.tiles.counts)
-        alone, many = self.of_expert(int(counts.argmax())), max(32, 1 << int(counts.max()).bit_length() - 1)
+        alone, many = self.for_expert(int(counts.argmax())), max(32, 1 << int(counts.max()).bit_length() - 1)
         return dataclasses.replace(alone, x=alone.x[:many], dy=alone.dy[:many])
 
-    def own_rows(self, array: jax.Array, expert: Any, count: Any) -> jax.Array:
+    def expert_rows(self, array: jax.Array, expert: Any, count: Any) -> jax.Array:
         """[most, features]: the first `count` rows of an expert in an array that lies in tiles, each expert from a new
         tile on, and zeros."""
         assert self.tiles is not None
         sizes = -(-self.tiles.counts // self.tiles.tile) * self.tiles.tile
-        number = jnp.arange(self.most, dtype=jnp.int32)
+        number = jnp.arange(self.max_rows, dtype=jnp.int32)
         own = array.at[(jnp.cumsum(sizes) - sizes)[expert] + number].get(mode="fill", fill_value=0)
         return jnp.where((number < count)[:, None], own, jnp.zeros((), array.dtype))
 
 
-def defined_bits(key: jax.Array, number: jax.Array, site: str) -> jax.Array:
+def reference_key(key: jax.Array, number: jax.Array, site: str) -> jax.Array:
     """The key of a linear's random bits, by the definition, from that of its step."""
-    return functools.reduce(site_key, way(site), layer_key(key, number))
+    return functools.reduce(site_key, key_path(site), layer_key(key, number))
 
 
 @jax.custom_vjp
-def _seen(x: jax.Array, slot: jax.Array) -> jax.Array:
+def _tap(x: jax.Array, slot: jax.Array) -> jax.Array:
     """x; the "gradient" of `slot` is x itself, which brings it out of any loop or checkpoint."""
     return x
 
 
-_seen.defvjp(lambda x, slot: (x, x), lambda x, dy: (dy, x))
+_tap.defvjp(lambda x, slot: (x, x), lambda x, dy: (dy, x))
 
 
-class Slots(NamedTuple):
+class GradientTaps(NamedTuple):
     """What linears are given, as gradients: `zeros` like x and like y by site; theirs are x itself and dy."""
 
     zeros: dict[str, tuple[jax.Array, jax.Array]]
 
-    def into(self, site: str, x: jax.Array) -> jax.Array:
-        return _seen(x, self.zeros[site][0])
+    def on_input(self, site: str, x: jax.Array) -> jax.Array:
+        return _tap(x, self.zeros[site][0])
 
-    def out_of(self, site: str, y: jax.Array) -> jax.Array:
+    def on_output(self, site: str, y: jax.Array) -> jax.Array:
         return y + self.zeros[site][1]
 
 
-def forward(cfg: LlamaConfig, ctx: Context, params: Any, batch: Batch) -> tuple[list[jax.Array], jax.Array]:
+def replay_forward(cfg: LlamaConfig, ctx: ModelContext, params: Any, batch: Batch) -> tuple[list[jax.Array], jax.Array]:
     """(the inputs of all layers, stacked by segment; the gradient of the mean loss for the last layer's output)."""
-    layer = layer_of(cfg, batch, ctx)
-    x = begin(cfg, params, batch["tokens"], ctx)
-    x, inputs = through_layers(cfg, params, x, ctx, lambda x, weights, here, _: (layer(x, weights, here), x))
+    layer = make_block_fn(cfg, batch, ctx)
+    x = embed_inputs(cfg, params, batch["tokens"], ctx)
+    x, inputs = scan_layers(cfg, params, x, ctx, lambda x, weights, here, _: (layer(x, weights, here), x))
     count = jnp.maximum(jnp.sum((batch["targets"] >= 0).astype(jnp.float32)), 1.0)
 
     def head(x: jax.Array) -> jax.Array:
-        return scored(cfg, params, normed(cfg, x, params["final_norm"]), batch["targets"], ctx)[0] / count
+        return loss_from_hidden(cfg, params, apply_norm(cfg, x, params["final_norm"]), batch["targets"], ctx)[0] / count
 
     return inputs, jax.grad(head)(x)
 
 
-class Alone(NamedTuple):
-    """A layer taken out of its stack: which it is, and what it has of its own."""
-
-    number: jax.Array
-    recipes: Any
-    weights: Any
-
-
-def through_layer(
-    cfg: LlamaConfig, ctx: Context, alone: Alone, x: jax.Array, dy: jax.Array, batch: Batch
-) -> tuple[jax.Array, list[Linear]]:
-    """(the gradient of the layer's input, its linears)."""
-    number, recipes, weights = alone
-    run = layer_of(cfg, batch, ctx)
+def replay_layer(
+    cfg: LlamaConfig, ctx: ModelContext, number: jax.Array, recipes: Any, weights: Any, x: jax.Array, dy: jax.Array,
+    batch: Batch,
+) -> tuple[jax.Array, list[LinearCapture]]:  # fmt: skip
+    """(the gradient of the layer's input, its linears) of layer `number`, taken out of its stack."""
+    run = make_block_fn(cfg, batch, ctx)
     keys = {site: key[0] for site, key in keys_of_layers(ctx.key, recipes, number[None]).items()}
-    drawn = drawn_in_layer(drawn_in_layers(ctx.key, recipes, number[None]), jnp.int32(0))
+    drawn = stream_words_of_layer(stream_words_of_layers(ctx.key, recipes, number[None]), jnp.int32(0))
     here = LayerContext(ctx, models.param_specs(cfg), recipes, drawn)
 
     def layer(x: jax.Array, weights: Any, slots: Any) -> tuple[jax.Array, list[jax.Array]]:
-        routed: list[Load] = []
-        y = run(x, weights, dataclasses.replace(here, watch=Slots(slots), routed=routed))
+        routed: list[ExpertLoad] = []
+        y = run(x, weights, dataclasses.replace(here, watch=GradientTaps(slots), expert_loads=routed))
         return y, [load.counts for load in routed]
 
     sites = [path.removeprefix("layers/") for path in recipes]
     tokens, of_experts = x.size // x.shape[-1], [f"layers/mlp/{name}" for name in EXPERT_SITES if cfg.experts]
-    tile, room = experts.layout(cfg, tokens, [recipes[path] for path in of_experts]) if of_experts else (1, 0)
+    tile, room = moe.moe_tile_layout(cfg, tokens, [recipes[path] for path in of_experts]) if of_experts else (1, 0)
     sizes = {site: _at(weights, site).shape for site in sites}
     shapes = {site: (room,) if len(size) == 3 else x.shape[:-1] for site, size in sizes.items()}
     slots = {site: tuple(jnp.zeros((*shapes[site], n), x.dtype) for n in sizes[site][-2:]) for site in sites}
     _, back, counts = jax.vjp(layer, x, weights, slots, has_aux=True)
     dx, dw, seen = back(dy)
-    ready = {**weights, **{group: share_scales(weights[group], here, group) for group in FUSED}}
+    ready = {**weights, **{group: quantize_with_shared_scale(weights[group], here, group) for group in FUSED_GROUPS}}
     for mlp in (MLP_SITES, SHARED_SITES):
-        seen |= _inside_mlp(cfg, here, keys, ready["mlp"], seen, mlp) if mlp[0] in weights["mlp"] else {}
-    tiles = Tiles.of(counts[0], room, tile) if cfg.experts else None
+        seen |= _replay_mlp(cfg, here, keys, ready["mlp"], seen, mlp) if mlp[0] in weights["mlp"] else {}
+    tiles = ExpertTiles.from_counts(counts[0], room, tile) if cfg.experts else None
 
-    def linear(site: str) -> Linear:
+    def linear(site: str) -> LinearCapture:
         recipe, w = here.recipe(*site.split("/")), _at(weights, site)
-        bits = None if ctx.key is None else defined_bits(ctx.key, number, site)
-        amax = shared_amax(weights, recipes, site)
-        return Linear(site, recipe, seen[site][0], w, seen[site][1], _at(ready, site), keys.get(site), bits,
+        bits = None if ctx.key is None else reference_key(ctx.key, number, site)
+        amax = group_amax(weights, recipes, site)
+        return LinearCapture(site, recipe, seen[site][0], w, seen[site][1], _at(ready, site), keys.get(site), bits,
                       amax, _at(dw, site), tiles if w.ndim == 3 else None, -(-tokens // tile) * tile)  # fmt: skip
 
     return dx, [linear(site) for site in sites]
 
 
-def _inside_mlp(
+def _replay_mlp(
     cfg: LlamaConfig, here: LayerContext, keys: Mapping[str, jax.Array], weights: Any, seen: Any, sites: Sequence[str]
 ) -> dict[str, tuple[jax.Array, ...]]:
     """(x, dy) of the `sites` of a gated MLP, which have `keys`, from what is seen at its ends."""
@@ -187,7 +193,8 @@ def _inside_mlp(
 
     def go(x: jax.Array, name: str) -> jax.Array:
         recipe, key = here.recipe("mlp", name), keys.get(f"mlp/{name}")
-        return product(x, weights[name], recipe, key, backend=here.backend(recipe), sharded=here.on_mesh)
+        how: dict[str, Any] = {"backend": here.backend(recipe), "partitioned_by_xla": here.on_mesh}
+        return ops.qdot(x, weights[name], recipe=recipe, key=key, **how)
 
     activation, x, dy = ACTIVATIONS[cfg.activation], seen[f"mlp/{gate}"][0], seen[f"mlp/{down}"][1]
     g, u = go(x, gate), go(x, up)
@@ -197,20 +204,13 @@ def _inside_mlp(
     return {f"mlp/{gate}": (x, dg), f"mlp/{up}": (x, du), f"mlp/{down}": (h, dy)}
 
 
-def product(
-    x: jax.Array, w: Any, recipe: Recipe, key: jax.Array | None, *, backend: str, sharded: bool = False
-) -> jax.Array:
-    """x w as the model computes it under `recipe`."""
-    return ops.qdot(x, w, recipe=recipe, key=key, backend=backend, sharded=sharded)
-
-
-def shared_amax(weights: Any, recipes: Any, site: str) -> jax.Array | None:
+def group_amax(weights: Any, recipes: Any, site: str) -> jax.Array | None:
     """The amax of all weights that share a tensor scale with this one; None if it has its own."""
     group, _, name = site.partition("/")
-    sharing = [other for other in fused(group, name) if shares_scale(recipes[f"layers/{group}/{other}"])]
+    sharing = [other for other in fused_group(group, name) if has_shared_scale(recipes[f"layers/{group}/{other}"])]
     if name not in sharing:
         return None
-    return functools.reduce(jnp.maximum, (amaxes_of(weights[group][other]) for other in sharing))
+    return functools.reduce(jnp.maximum, (matrix_amaxes(weights[group][other]) for other in sharing))
 
 
 def _at(weights: Any, site: str) -> Any:
@@ -218,29 +218,29 @@ def _at(weights: Any, site: str) -> Any:
     return weights[group][name]
 
 
-class Replay:
+class StepReplay:
     """Compiled once for a config and a policy, then shown any weights, batch and key."""
 
-    def __init__(self, cfg: LlamaConfig, context: Context):
+    def __init__(self, cfg: LlamaConfig, context: ModelContext):
         self.cfg, self.context = cfg, context
-        self._segments = segments(cfg, context)
-        self._forward = jax.jit(lambda params, batch, key: forward(cfg, self._with(key), params, batch))
+        self._segments = layer_segments(cfg, context)
+        self._forward = jax.jit(lambda params, batch, key: replay_forward(cfg, self._with(key), params, batch))
         self._layers = [self._layer(segment) for segment in self._segments]
 
-    def _with(self, key: jax.Array) -> Context:
+    def _with(self, key: jax.Array) -> ModelContext:
         return dataclasses.replace(self.context, key=key)
 
-    def _layer(self, segment: Segment) -> Any:
+    def _layer(self, segment: LayerSegment) -> Any:
         def run(params: Any, at: jax.Array, inputs: jax.Array, dy: jax.Array, batch: Batch, key: jax.Array) -> Any:
-            stacked = of_segment(params["layers"], self.cfg, segment)
+            stacked = slice_segment(params["layers"], self.cfg, segment)
             weights = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), stacked)
             x = lax.dynamic_index_in_dim(inputs, at, keepdims=False)
-            alone = Alone(at + jnp.int32(segment.start), segment.recipes, weights)
-            return through_layer(self.cfg, self._with(key), alone, x, dy, batch)
+            number = at + jnp.int32(segment.start)
+            return replay_layer(self.cfg, self._with(key), number, segment.recipes, weights, x, dy, batch)
 
         return jax.jit(run)
 
-    def layers(self, params: Any, batch: Batch, key: jax.Array) -> Iterator[tuple[int, list[Linear]]]:
+    def layers(self, params: Any, batch: Batch, key: jax.Array) -> Iterator[tuple[int, list[LinearCapture]]]:
         """(layer number, its linears), from the last layer to the first."""
         inputs, dy = self._forward(params, batch, key)
         for segment, kept, run in reversed(list(zip(self._segments, inputs, self._layers, strict=True))):

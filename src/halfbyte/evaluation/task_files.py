@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.data.files import InputFile, chunks, json_lines, pieces_of
+from halfbyte.data.text_files import InputFile, iter_chunks, json_lines, split_text
 
-TEXT = "text"
+TEXT_FORMAT = "text"
 FIELDS = {
     "choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
     "word": ("context", "continuation"),
     "pair": ("sentence_good", "sentence_bad"),
-    TEXT: ("text",),
+    TEXT_FORMAT: ("text",),
 }
 OPTIONS = ("choices", "context_options")
 QUESTION, ANSWER = "Question:", "\nAnswer:"
@@ -42,7 +42,7 @@ class TaskFile:
     kind: str
 
 
-class UnknownFormat(ValueError):
+class UnknownTaskFormatError(ValueError):
     """A readable file that is no task."""
 
 
@@ -50,18 +50,20 @@ def open_task(file: InputFile) -> TaskFile:
     """The file with the kind that its first record shows; ValueError if it is empty or shows none."""
     name = file.path.name.split(".")[0]
     if file.kind == "text":
-        return TaskFile(name, file, TEXT)
+        return TaskFile(name, file, TEXT_FORMAT)
     number, record = next(_lines(file), (0, None))
     if record is None:
         raise ValueError(f"{file.name}: the file is empty")
     kind = next((kind for kind, fields in FIELDS.items() if record.keys() >= set(fields)), None)
     if kind is None:
         known = "; ".join(f"{{{', '.join(fields)}}}" for fields in FIELDS.values())
-        raise UnknownFormat(f"{file.name}, line {number}: fields {', '.join(record)} are no task; tasks have {known}")
+        raise UnknownTaskFormatError(
+            f"{file.name}, line {number}: fields {', '.join(record)} are no task; tasks have {known}"
+        )
     return TaskFile(name, file, kind)
 
 
-def examples(task: TaskFile) -> Iterator[Record]:
+def iter_examples(task: TaskFile) -> Iterator[Record]:
     """Every record of the file; ValueError names the file and the line of one that is malformed."""
     if task.file.kind == "text":
         yield {"text": _plain_text(task.file)}
@@ -72,7 +74,7 @@ def examples(task: TaskFile) -> Iterator[Record]:
         yield record
 
 
-def chosen(items: Sequence[Record], limit: int) -> list[Record]:
+def subsample(items: Sequence[Record], limit: int) -> list[Record]:
     """`limit` examples, evenly spread over the file (files are often sorted by category); 0: all."""
     if not 0 < limit < len(items):
         return list(items)
@@ -104,7 +106,7 @@ def prompt(text: str) -> str:
 
 
 def _lines(file: InputFile) -> Iterator[tuple[int, dict[str, Any]]]:
-    for chunk in chunks(file):
+    for chunk in iter_chunks(file):
         for number, record in json_lines(chunk):
             if not isinstance(record, dict):
                 raise ValueError(f"{file.name}, line {number}: {type(record).__name__} instead of a JSON object")
@@ -112,9 +114,9 @@ def _lines(file: InputFile) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _plain_text(file: InputFile) -> str:
-    data = b"".join(chunk.data for chunk in chunks(file))
+    data = b"".join(chunk.data for chunk in iter_chunks(file))
     try:
-        text = "".join(pieces_of(data))
+        text = "".join(split_text(data))
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ValueError(f"{file.name}, line {line}: not UTF-8 text ({error.reason})") from None

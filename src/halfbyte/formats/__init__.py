@@ -1,11 +1,13 @@
 """Number formats, exact to the bit: elements, block formats, and the quantization of a tensor.
 
-Read in this order: `elements` (one number), `scales` (rules for what a block is multiplied by), `blocks` (formats as
-values), `quantize` (a tensor), `qtensor` (how it is kept). `exact` and `bits` hold the arithmetic that survives a
-compiler, `noise` the random bytes, `shared_bits` a warning about them, `hadamard` the transform.
+Read in this order: `elements` (one number), `scale_rules` (block and tensor scales), `block_formats` (formats as
+values), `qtensor` (quantization of a tensor, and how it is stored). `exact_float32` holds arithmetic that no compiler
+changes, `random_bits` the random bytes of stochastic rounding, `hadamard` the transform.
 """
 
-from .blocks import (
+from typing import TYPE_CHECKING
+
+from halfbyte.formats.block_formats import (
     BF16,
     FORMATS,
     FP8,
@@ -16,10 +18,6 @@ from .blocks import (
     MXFP8_E5M2,
     MXFP8_FLOOR,
     NVFP4,
-    BlockFormat,
-    floor_scales,
-)
-from .catalogue import (
     NVFP4_46_MAE,
     NVFP4_46_MSE,
     NVFP4_46_SR,
@@ -30,13 +28,41 @@ from .catalogue import (
     NVFP4_TETRA,
     NVFP4_TETRA_SR,
     NVFP4_UE5M3,
+    BlockFormat,
+    floor_scales,
 )
-from .divided import ByDivision, DividedFirst, Eden, OuterFirst
-from .elements import E1M2, E2M1, E4M3, E5M2, UE5M3, Element
-from .hadamard import hadamard16, transform_runs
-from .noise import Key, MixedKey, key_words, mixed_words, random_bytes
-from .qtensor import Packed, QTensor, pack, unpack
-from .quantize import BY_CHANCE, ROUNDINGS, OnGrid, all_finite, amax_of, outer_amax, quantize, store, to_grid, unrounded
-from .scales import ScaleRule, TensorScales, TwoLevel
-from .shared_bits import SharedBitsWarning, warn_if_shared, warn_shared
-from .tiling import tile_scales, untile_scales
+from halfbyte.formats.block_view import swizzle_scales, unswizzle_scales
+from halfbyte.formats.division_scale_rules import FourOverSixScale, MsEdenScale, QuartetScale, TetraJetScale
+from halfbyte.formats.elements import E1M2, E2M1, E4M3, E5M2, UE5M3, Element
+from halfbyte.formats.hadamard import hadamard16, hadamard_transform
+from halfbyte.formats.qtensor import (
+    ROUNDINGS,
+    STOCHASTIC_ROUNDINGS,
+    GridTensor,
+    PackedQTensor,
+    QTensor,
+    all_finite,
+    amax_of,
+    amax_per_outer_group,
+    encode_qtensor,
+    pack_nibbles,
+    quantize,
+    quantize_to_grid,
+    unpack_nibbles,
+    unsupported_rounding,
+)
+from halfbyte.formats.random_bits import (
+    HashedKey,
+    Key,
+    SharedBitsWarning,
+    hashed_key_words,
+    key_words,
+    random_bytes,
+    warn_if_key_reused,
+    warn_key_reuse,
+)
+from halfbyte.formats.scale_rules import ScaleRule, TensorScales, TwoLevelScale
+from halfbyte.renamed import old_names
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__)

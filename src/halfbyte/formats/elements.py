@@ -22,7 +22,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from .bits import EXPONENT, MAGNITUDE, SIGN, copy_sign, float32_bits, float_of_bits
+from halfbyte.formats.exact_float32 import (
+    EXPONENT_MASK,
+    MAGNITUDE_MASK,
+    SIGN_MASK,
+    bitcast_to_float32,
+    bitcast_to_uint32,
+    copy_sign,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Element:
 
     @property
     def stored_bits(self) -> int:
-        """Bits that a code takes where it is kept: two codes a byte if they fit, else one."""
+        """Bits of a stored code: two codes per byte if they fit, else one."""
         return 4 if self.bits <= 4 else 8
 
     def magnitudes(self) -> np.ndarray:
@@ -88,18 +95,18 @@ E1M2 = Element("E1M2", 4, 2, 0, 3.5, np.dtype(np.uint8))  # eight equal steps of
 E2M1 = Element("E2M1", 4, 1, 1, 6.0, np.dtype(ml_dtypes.float4_e2m1fn))
 E4M3 = Element("E4M3", 8, 3, 7, 448.0, np.dtype(ml_dtypes.float8_e4m3fn))
 E5M2 = Element("E5M2", 8, 2, 15, 57344.0, np.dtype(ml_dtypes.float8_e5m2))
-# Of scales alone, which have no sign: five bits of exponent, three of mantissa; the last binade is unused.
+# For scales only, which have no sign: five bits of exponent, three of mantissa; the last binade is unused.
 UE5M3 = Element("UE5M3", 9, 3, 15, 61440.0, np.dtype(np.uint8))
 
 
-class Rounded(NamedTuple):
+class RoundedMagnitudes(NamedTuple):
     """Magnitudes on an element's grid."""
 
     value: jax.Array  # float32
     code: jax.Array  # uint32, without the sign
 
 
-def round_nearest(element: Element, magnitude: jax.Array) -> Rounded:
+def round_nearest(element: Element, magnitude: jax.Array) -> RoundedMagnitudes:
     """Nearest value of the element's grid, ties to even, for float32 magnitudes; saturates.
 
     NaN stays NaN where the element has one (E4M3, E5M2), and becomes `max` where it has none (E2M1).
@@ -107,35 +114,35 @@ def round_nearest(element: Element, magnitude: jax.Array) -> Rounded:
     top = jnp.float32(element.max)
     bounded = jnp.minimum(magnitude, top) if element.has_nan else jnp.where(magnitude <= top, magnitude, top)
     lowest = np.float32(element.min_normal).view(np.uint32)
-    binade = jnp.maximum(float32_bits(bounded) & jnp.uint32(EXPONENT), jnp.uint32(lowest))
+    binade = jnp.maximum(bitcast_to_uint32(bounded) & jnp.uint32(EXPONENT_MASK), jnp.uint32(lowest))
     magic = binade + jnp.uint32(((23 - element.mantissa_bits) << 23) + 0x40_0000)  # times 1.5 * 2**(23 - m)
-    shifted = bounded + float_of_bits(magic)
+    shifted = bounded + bitcast_to_float32(magic)
     # What the sum has more than the magic number, in its last place, are steps of the grid: 2**m to a binade.
-    steps = float32_bits(shifted) - magic
+    steps = bitcast_to_uint32(shifted) - magic
     code = steps + ((binade - jnp.uint32(lowest)) >> (23 - element.mantissa_bits))
     if element.has_nan:
         code = jnp.where(jnp.isnan(magnitude), jnp.uint32(element.sign_bit - 1), code)
-    return Rounded(shifted - float_of_bits(magic), code)
+    return RoundedMagnitudes(shifted - bitcast_to_float32(magic), code)
 
 
-def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> Rounded:
+def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> RoundedMagnitudes:
     """An E2M1 neighbour of each float32 magnitude, the upper one with the probability of its nearness; saturates at 6.
 
     `noise` is uint8. With u = noise / 256: t = a + u * step(a), then t is cut down to the grid at its own step. The
     bias is -step / 512 on average, at most step / 256, and a < 1/512 always gives 0, as in the hardware's convert.
     """
     magnitude = jnp.where(magnitude <= jnp.float32(6), magnitude, jnp.float32(6))
-    binade = float_of_bits(float32_bits(magnitude) & jnp.uint32(EXPONENT))
+    binade = bitcast_to_float32(bitcast_to_uint32(magnitude) & jnp.uint32(EXPONENT_MASK))
     step = jnp.maximum(binade, jnp.float32(1)) * jnp.float32(0.5)
     shifted = magnitude + step * (noise.astype(jnp.int32).astype(jnp.float32) * jnp.float32(1 / 256))
     shifted = jnp.minimum(shifted, jnp.float32(6))
     half = (shifted >= jnp.float32(0.5)).astype(jnp.uint32)
-    cut = float32_bits(shifted) >> 22  # the exponent and one bit of the mantissa; 1.0 is code 2
+    cut = bitcast_to_uint32(shifted) >> 22  # the exponent and one bit of the mantissa; 1.0 is code 2
     code = jnp.where(shifted < jnp.float32(1), half, cut - jnp.uint32((127 << 1) - 2))
-    return Rounded(decode(E2M1, code), code)
+    return RoundedMagnitudes(decode(E2M1, code), code)
 
 
-class Neighbours(NamedTuple):
+class GridNeighbours(NamedTuple):
     """Where magnitudes lie on the grid of a 4-bit element."""
 
     code: jax.Array  # uint32, of the largest value that is not larger
@@ -143,31 +150,31 @@ class Neighbours(NamedTuple):
     step: jax.Array  # float32, up to the next; 0 above the last
 
 
-def neighbours(element: Element, magnitude: jax.Array) -> Neighbours:
+def grid_neighbours(element: Element, magnitude: jax.Array) -> GridNeighbours:
     """The grid around float32 magnitudes, by comparison with each of its few values."""
     grid = element.magnitudes()
     code = _count(magnitude, grid[1:])
     below = decode(element, code)
     above = decode(element, jnp.minimum(code + jnp.uint32(1), jnp.uint32(element.max_code)))
-    return Neighbours(code, below, above - below)
+    return GridNeighbours(code, below, above - below)
 
 
-def round_away(element: Element, magnitude: jax.Array) -> Rounded:
+def round_half_away(element: Element, magnitude: jax.Array) -> RoundedMagnitudes:
     """Nearest value of a 4-bit element's grid, ties away from zero; saturates, and NaN becomes 0."""
     grid = element.magnitudes()
     code = _count(magnitude, (grid[1:] + grid[:-1]) / 2)
-    return Rounded(decode(element, code), code)
+    return RoundedMagnitudes(decode(element, code), code)
 
 
-def round_midpoint(element: Element, magnitude: jax.Array, noise: jax.Array) -> Rounded:
+def round_stochastic_midpoint(element: Element, magnitude: jax.Array, noise: jax.Array) -> RoundedMagnitudes:
     """A neighbour on a 4-bit element's grid: with `noise` uint8 and u = (noise + 1/2) / 256 the upper one if the way
     from the lower, in steps, and u are 1 together. The mean over the bytes is the magnitude, to 1/512 of a step;
     saturates.
     """
-    code, below, step = neighbours(element, magnitude)
+    code, below, step = grid_neighbours(element, magnitude)
     least = step * ((jnp.int32(511) - 2 * noise.astype(jnp.int32)).astype(jnp.float32) * jnp.float32(1 / 512))
     up = ((magnitude - below >= least) & (step > 0)).astype(jnp.uint32)
-    return Rounded(decode(element, code + up), code + up)
+    return RoundedMagnitudes(decode(element, code + up), code + up)
 
 
 def _count(magnitude: jax.Array, limits: np.ndarray) -> jax.Array:
@@ -181,13 +188,13 @@ def encode(element: Element, x: jax.Array) -> jax.Array:
 
     NaN is the largest code of its sign: a NaN where the element has one (E4M3, E5M2), else `max` (6 in E2M1).
     """
-    bits = float32_bits(x)
-    return with_sign(element, round_nearest(element, float_of_bits(bits & jnp.uint32(MAGNITUDE))).code, bits)
+    bits = bitcast_to_uint32(x)
+    return with_sign(element, round_nearest(element, bitcast_to_float32(bits & jnp.uint32(MAGNITUDE_MASK))).code, bits)
 
 
 def with_sign(element: Element, code: jax.Array, bits: jax.Array) -> jax.Array:
     """uint8 codes from those of magnitudes and the float32 bits that hold the sign."""
-    return (code | ((bits & jnp.uint32(SIGN)) >> (32 - element.bits))).astype(jnp.uint8)
+    return (code | ((bits & jnp.uint32(SIGN_MASK)) >> (32 - element.bits))).astype(jnp.uint8)
 
 
 def decode(element: Element, codes: jax.Array) -> jax.Array:
@@ -195,7 +202,7 @@ def decode(element: Element, codes: jax.Array) -> jax.Array:
     codes = codes.astype(jnp.uint32)
     magnitude = codes & jnp.uint32(element.sign_bit - 1)
     mantissa_bits = element.mantissa_bits
-    normal = float_of_bits((magnitude << (23 - mantissa_bits)) + jnp.uint32((127 - element.bias) << 23))
+    normal = bitcast_to_float32((magnitude << (23 - mantissa_bits)) + jnp.uint32((127 - element.bias) << 23))
     subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * jnp.float32(element.min_normal / 2.0**mantissa_bits)
     value = jnp.where(magnitude < jnp.uint32(1 << mantissa_bits), subnormal, normal)
     if element.has_nan:
@@ -216,4 +223,4 @@ def decode_e8m0(codes: jax.Array) -> jax.Array:
     """float32 value of E8M0 codes: 2**(code - 127), with code 0 the subnormal 2**-127 and 255 NaN."""
     codes = codes.astype(jnp.uint32)
     bits = jnp.where(codes == 0, jnp.uint32(0x40_0000), codes << 23)
-    return jnp.where(codes == E8M0_NAN, jnp.float32(jnp.nan), float_of_bits(bits))
+    return jnp.where(codes == E8M0_NAN, jnp.float32(jnp.nan), bitcast_to_float32(bits))

@@ -1,38 +1,131 @@
-"""IEEE float32 arithmetic that no compiler can spoil.
+"""IEEE float32 arithmetic and bit casts that no compiler changes.
 
-Two things stand between NumPy's float32 and a jitted program's. XLA may turn a division into a multiplication by a
-reciprocal, or into an approximate instruction; and its CPU backend flushes subnormal numbers to zero. Both change bits
-of a quantized tensor. The functions here work on the bit patterns of *non-negative* floats with integer instructions,
-which every device executes exactly:
+XLA may turn a division into a multiplication by a reciprocal, or into an approximate instruction; its CPU backend
+flushes subnormal numbers to zero; and it may remove a cast to a narrower type and back. Each changes bits of a
+quantized tensor. The functions here work on the bit patterns of *non-negative* floats with integer instructions, which
+every device executes exactly:
 
     value = significand * 2**exponent,   2**23 <= significand < 2**24
 
-A quotient starts from a few steps of Newton's iteration and is put right by its remainder. The dividends here (1, and
-what an amax is mapped to: 448, 2688, 57344) have few significant bits, so that dividend * 2**k is zero modulo 2**32,
-and the remainder is minus quotient * divisor, one 32-bit multiplication. Products are of a number with few bits (a
-scale, an element) by any other, and fit in 32 bits.
-
-All of it is meant for the handful of scalars and the 128-entry table that a tensor's scale needs; the exceptions are
-`times` and `lift`, which whole tensors go through.
+Divisions are meant for the few scalars and the 128-entry table that a tensor's scale needs. The bit casts,
+`multiply_rne` and `scale_out_of_subnormals` also run over whole tensors.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from .bits import float_of_bits, magnitude_bits
-
+MAGNITUDE_MASK = 0x7FFF_FFFF
+EXPONENT_MASK = 0x7F80_0000
+SIGN_MASK = 0x8000_0000
 INFINITY_BITS = 0x7F80_0000
 MAX_BITS = 0x7F7F_FFFF  # the largest finite float32
-LIFT = 64  # small numbers are worked on times 2**64
-SHORT_BITS = 7  # significant bits of an element times a block scale, at most
-USUAL_BITS = 6  # of an E2M1 element times an E4M3 scale
+SUBNORMAL_LIFT_EXPONENT = 64  # small numbers are scaled by 2**64
+MAX_SHORT_SIGNIFICAND_BITS = 7  # significant bits of an element times a block scale, at most
+DEFAULT_SHORT_SIGNIFICAND_BITS = 6  # of an E2M1 element times an E4M3 scale
 MIN_EXPONENT = -149  # 2**-149 is the smallest subnormal
 
 
-def _u32(x: int | jax.Array) -> jax.Array:
-    return jnp.asarray(x, jnp.uint32)
+def bitcast_to_uint32(x: jax.Array) -> jax.Array:
+    """uint32 bits of x as float32; bfloat16 is widened by a shift, so that subnormals survive."""
+    if x.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """uint32 bits of |x|. Their integer order is the order of the magnitudes, with NaN above infinity."""
+    return bitcast_to_uint32(x) & jnp.uint32(MAGNITUDE_MASK)
+
+
+def bitcast_to_float32(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def copy_sign(magnitude: jax.Array, bits: jax.Array) -> jax.Array:
+    """magnitude (non-negative float32) with the sign of the float whose bits are given; -0.0 keeps its sign."""
+    return bitcast_to_float32(lax.bitcast_convert_type(magnitude, jnp.uint32) | (bits & jnp.uint32(SIGN_MASK)))
+
+
+def round_bfloat16(x: jax.Array) -> jax.Array:
+    """float32 x rounded half to even to a bfloat16 value, still float32.
+
+    Survives jit, where a cast and back may not.
+    """
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def divide_constant_rne(top: float, bits: jax.Array) -> jax.Array:
+    """top / x, rounded to nearest even, from and to bits of non-negative floats, subnormals included.
+
+    `top` is a constant of at most 15 significant bits between 2**-20 and 2**20. top / 0 is infinity, top / infinity is
+    0; NaN is not handled.
+    """
+    fraction, power = math.frexp(top)
+    dividend = int(fraction * 2**24)
+    assert dividend % 2**9 == 0 and dividend == fraction * 2**24 and abs(power) <= 20, top
+    divisor, exponent = _split(bits)
+    quotient, rest, shift = _nearest_quotient(dividend, divisor)
+    exponent = (power - 24) - exponent - shift
+    significand, drop = _significand(quotient, rest, exponent)
+    result = jnp.where(bits == _u32(0), _u32(INFINITY_BITS), _pack(significand, exponent + drop))
+    return jnp.where(bits == _u32(INFINITY_BITS), _u32(0), result)
+
+
+def divide_rne(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
+    """a / b, rounded to nearest even, from and to bits of non-negative finite floats, with subnormals; 0 for b = 0."""
+    (a, a_exponent), (b, b_exponent) = _split(dividend), _split(divisor)
+    quotient, rest, shift = _nearest_quotient(a, b)
+    exponent = a_exponent - b_exponent - shift
+    significand, drop = _significand(quotient, rest, exponent)
+    # Below 2**-151 `drop` ends at 25 bits: the significand is 0, and the exponent must not wrap.
+    result = _pack(significand, jnp.maximum(exponent + drop, MIN_EXPONENT))
+    return jnp.where((dividend == _u32(0)) | (divisor == _u32(0)), _u32(0), result)
+
+
+def multiply_short_significand_rne(
+    short: jax.Array, bits: jax.Array, *, width: int = DEFAULT_SHORT_SIGNIFICAND_BITS
+) -> jax.Array:
+    """Returns the product of non-negative finite floats, rounded to nearest even, from and to bits, with subnormals.
+
+    `short` has at most `width` significant bits (a scale, an element, or an E2M1 element times an E4M3 scale), so that
+    the product of significands fits in 32 bits.
+    """
+    (a, a_exponent), (b, b_exponent) = _split(short), _split(bits)
+    spare = 24 - width
+    product, exponent = (a >> spare) * b, a_exponent + b_exponent + spare
+    if width > DEFAULT_SHORT_SIGNIFICAND_BITS:  # a bit less, and whether it was set
+        product, exponent = (product >> 1) | (product & _u32(1)), exponent + 1
+    drop = jnp.where(product >= _u32(1 << 29), 6, 5)  # of 29 or 30 bits, 24 stay; fewer in a subnormal
+    drop = jnp.maximum(drop, MIN_EXPONENT - exponent)
+    result = _pack(_shift_right_even(product, jnp.minimum(drop, 31)), exponent + drop)
+    return jnp.where((short == _u32(0)) | (bits == _u32(0)), _u32(0), result)
+
+
+def multiply_rne(bits: jax.Array, factor: jax.Array, reduced: jax.Array) -> jax.Array:
+    """Returns |x| * factor from the bits of |x|; `reduced` is `subnormal_unit_factor(factor)`.
+
+    IEEE wherever the product is normal. A subnormal x counts, even on a device that flushes it; a subnormal product may
+    become 0.
+    """
+    subnormal = bits < _u32(0x80_0000)
+    x = jnp.where(subnormal, bits.astype(jnp.int32).astype(jnp.float32), bitcast_to_float32(bits))
+    return x * jnp.where(subnormal, reduced, factor)
+
+
+def subnormal_unit_factor(factor: jax.Array) -> jax.Array:
+    """factor * 2**-149, for subnormal numbers in units of 2**-149; 0 where their product is below 2**-100 anyway."""
+    bits, down = magnitude_bits(factor), _u32(-MIN_EXPONENT << 23)
+    return bitcast_to_float32(jnp.where(bits > down + _u32(1 << 23), bits - down, _u32(0)))
+
+
+def scale_out_of_subnormals(magnitude: jax.Array) -> jax.Array:
+    """magnitude * 2**64 from the bits of a non-negative float32; exact for subnormals, infinity above 2**64."""
+    subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0 ** (SUBNORMAL_LIFT_EXPONENT - 149))
+    normal = bitcast_to_float32(magnitude) * jnp.float32(2.0**SUBNORMAL_LIFT_EXPONENT)
+    return jnp.where(magnitude < _u32(0x80_0000), subnormal, normal)
 
 
 def _split(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -44,37 +137,13 @@ def _split(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (normal & _u32(0x7F_FFFF)) | _u32(0x80_0000), exponent
 
 
-def _shift_right_even(x: jax.Array, count: jax.Array) -> jax.Array:
-    """x >> count, rounded half to even; x < 2**30, count in [1, 31]."""
-    count = count.astype(jnp.uint32)
-    quotient = x >> count
-    rest, half = x - (quotient << count), _u32(1) << (count - _u32(1))
-    return quotient + ((rest > half) | ((rest == half) & (quotient & _u32(1) == _u32(1)))).astype(jnp.uint32)
-
-
-def _pack(significand: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Bits of significand * 2**exponent, for a significand in [2**23, 2**24], or a smaller one at the exponent -149.
-
-    Too large is infinity.
-    """
-    field = exponent - MIN_EXPONENT
-    bits = (field << 23).astype(jnp.uint32) + significand  # the leading bit adds one to the exponent field
-    return jnp.where(field >= 254, _u32(INFINITY_BITS), bits)
-
-
-def _reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x within a few units of the last place, for float32 x in [2**23, 2**24): a guess, then Newton's steps."""
-    guess = float_of_bits(_u32(0x7EF3_11C7) - magnitude_bits(x))
-    for _ in range(3):
-        guess = guess * (jnp.float32(2) - x * guess)
-    return guess
-
-
 def _nearest_quotient(dividend: int | jax.Array, divisor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(quotient in [2**23, 2**24], remainder, shift): the integer nearest to dividend * 2**shift / divisor.
+    """Returns (quotient in [2**23, 2**24], remainder, shift): the integer nearest to dividend * 2**shift / divisor.
 
-    Both have 24 bits, a constant dividend at least 9 trailing zeros. There are no ties: half an odd number of that size
-    would need an odd factor that the dividend does not have. The first estimate may be a hundred units off.
+    Both have 24 bits, a constant dividend at least 9 trailing zeros: those of callers (1, and amax targets as 448, 2688
+    and 57344) have few significant bits, so that dividend * 2**shift is zero modulo 2**32 and the remainder is minus
+    quotient * divisor, one 32-bit multiplication. There are no ties: half an odd number of that size would need an odd
+    factor that the dividend does not have. The first estimate, by Newton's iteration, may be a hundred units off.
     """
     above = jnp.int32(dividend) if isinstance(dividend, int) else dividend.astype(jnp.int32)
     borrow = above < divisor.astype(jnp.int32)
@@ -92,74 +161,38 @@ def _nearest_quotient(dividend: int | jax.Array, divisor: jax.Array) -> tuple[ja
     return quotient + last, rest - last * signed, borrow.astype(jnp.int32) + 23
 
 
-def divide_bits(top: float, bits: jax.Array) -> jax.Array:
-    """top / x, rounded to nearest even, from and to bits of non-negative floats, subnormals included.
-
-    `top` is a constant of at most 15 significant bits between 2**-20 and 2**20. top / 0 is infinity, top / infinity is
-    0; NaN is not handled.
-    """
-    fraction, power = math.frexp(top)
-    dividend = int(fraction * 2**24)
-    assert dividend % 2**9 == 0 and dividend == fraction * 2**24 and abs(power) <= 20, top
-    divisor, exponent = _split(bits)
-    quotient, rest, shift = _nearest_quotient(dividend, divisor)
-    exponent = (power - 24) - exponent - shift
-    significand, drop = _significand(quotient, rest, exponent)
-    result = jnp.where(bits == _u32(0), _u32(INFINITY_BITS), _pack(significand, exponent + drop))
-    return jnp.where(bits == _u32(INFINITY_BITS), _u32(0), result)
-
-
-def divide(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
-    """a / b, rounded to nearest even, from and to bits of non-negative finite floats, with subnormals; 0 for b = 0."""
-    (a, a_exponent), (b, b_exponent) = _split(dividend), _split(divisor)
-    quotient, rest, shift = _nearest_quotient(a, b)
-    exponent = a_exponent - b_exponent - shift
-    significand, drop = _significand(quotient, rest, exponent)
-    result = _pack(significand, exponent + drop)
-    return jnp.where((dividend == _u32(0)) | (divisor == _u32(0)), _u32(0), result)
+def _reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x within a few units of the last place, for float32 x in [2**23, 2**24): a guess, then Newton's steps."""
+    guess = bitcast_to_float32(_u32(0x7EF3_11C7) - magnitude_bits(x))
+    for _ in range(3):
+        guess = guess * (jnp.float32(2) - x * guess)
+    return guess
 
 
 def _significand(quotient: jax.Array, rest: jax.Array, exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(what is packed of a quotient with this remainder, how many bits it drops)."""
+    """Returns (significand to pack of a quotient with this remainder, number of bits dropped)."""
     # A subnormal result drops bits; the sign of the remainder keeps a tie from being seen where there is none.
     drop = jnp.clip(MIN_EXPONENT - exponent, 0, 25)
     return _shift_right_even((quotient * 4 + jnp.sign(rest)).astype(jnp.uint32), drop + 2), drop
 
 
-def multiply_short_bits(short: jax.Array, bits: jax.Array, *, width: int = USUAL_BITS) -> jax.Array:
-    """The product of non-negative finite floats, rounded to nearest even, from and to bits, subnormals included.
+def _pack(significand: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Bits of significand * 2**exponent, for a significand in [2**23, 2**24], or a smaller one at the exponent -149.
 
-    `short` has at most `width` significant bits: a scale, an element, or an E2M1 element times an E4M3 scale.
+    Too large is infinity.
     """
-    (a, a_exponent), (b, b_exponent) = _split(short), _split(bits)
-    spare = 24 - width
-    product, exponent = (a >> spare) * b, a_exponent + b_exponent + spare
-    if width > USUAL_BITS:  # a bit less, and whether it was set
-        product, exponent = (product >> 1) | (product & _u32(1)), exponent + 1
-    drop = jnp.where(product >= _u32(1 << 29), 6, 5)  # of 29 or 30 bits, 24 stay; fewer in a subnormal
-    drop = jnp.maximum(drop, MIN_EXPONENT - exponent)
-    result = _pack(_shift_right_even(product, jnp.minimum(drop, 31)), exponent + drop)
-    return jnp.where((short == _u32(0)) | (bits == _u32(0)), _u32(0), result)
+    field = exponent - MIN_EXPONENT
+    bits = (field << 23).astype(jnp.uint32) + significand  # the leading bit adds one to the exponent field
+    return jnp.where(field >= 254, _u32(INFINITY_BITS), bits)
 
 
-def times(bits: jax.Array, factor: jax.Array, reduced: jax.Array) -> jax.Array:
-    """|x| * factor from the bits of |x|, with `reduced` = `reduce_factor(factor)`: IEEE wherever the product is normal.
-
-    A subnormal x counts, even on a device that flushes it; a subnormal product may become 0.
-    """
-    subnormal = bits < _u32(0x80_0000)
-    x = jnp.where(subnormal, bits.astype(jnp.int32).astype(jnp.float32), float_of_bits(bits))
-    return x * jnp.where(subnormal, reduced, factor)
+def _shift_right_even(x: jax.Array, count: jax.Array) -> jax.Array:
+    """x >> count, rounded half to even; x < 2**30, count in [1, 31]."""
+    count = count.astype(jnp.uint32)
+    quotient = x >> count
+    rest, half = x - (quotient << count), _u32(1) << (count - _u32(1))
+    return quotient + ((rest > half) | ((rest == half) & (quotient & _u32(1) == _u32(1)))).astype(jnp.uint32)
 
 
-def reduce_factor(factor: jax.Array) -> jax.Array:
-    """factor * 2**-149, for subnormal numbers in units of 2**-149; 0 where their product is below 2**-100 anyway."""
-    bits, down = magnitude_bits(factor), _u32(-MIN_EXPONENT << 23)
-    return float_of_bits(jnp.where(bits > down + _u32(1 << 23), bits - down, _u32(0)))
-
-
-def lift(magnitude: jax.Array) -> jax.Array:
-    """magnitude * 2**64 from the bits of a non-negative float32; exact for subnormals, infinity above 2**64."""
-    subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149))
-    normal = float_of_bits(magnitude) * jnp.float32(2.0**LIFT)
-    return jnp.where(magnitude < _u32(0x80_0000), subnormal, normal)
+def _u32(x: int | jax.Array) -> jax.Array:
+    return jnp.asarray(x, jnp.uint32)

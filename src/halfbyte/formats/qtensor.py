@@ -1,19 +1,55 @@
-"""QTensor: a quantized tensor as a pytree, and two 4-bit codes in a byte."""
+"""Quantization of a tensor, and `QTensor`: a quantized tensor as a pytree.
+
+    value = element(code) * block scale * tensor decode scale
+
+`quantize_to_grid` is the arithmetic: amaxes, scales, then every element onto its grid. `quantize` returns the result as
+codes, which `PackedQTensor` stores two per byte. All of it is bit casts, products and additions, so that it gives the
+same bits inside jit on a CPU, a Hopper GPU or any other XLA device (docs/numerics.md lists what does not).
+
+Non-finite input: an infinity saturates, a NaN becomes the largest code of its sign (E2M1 has nothing else), and the
+tensor's amax keeps what it saw, so that nothing bad is hidden: `QTensor.finite` is one scalar, and a GEMM over a tensor
+with a non-finite amax gives NaN.
+"""
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .bits import copy_sign, float32_bits, float_of_bits, magnitude_bits
-from .blocks import BlockFormat
-from .elements import decode
-from .exact import USUAL_BITS, multiply_short_bits
-from .outer import step
+from halfbyte.formats.block_formats import BlockFormat
+from halfbyte.formats.block_view import BlockView
+from halfbyte.formats.elements import (
+    E2M1,
+    Element,
+    RoundedMagnitudes,
+    decode,
+    round_stochastic_e2m1,
+    round_stochastic_midpoint,
+    with_sign,
+)
+from halfbyte.formats.exact_float32 import (
+    DEFAULT_SHORT_SIGNIFICAND_BITS,
+    MAGNITUDE_MASK,
+    bitcast_to_float32,
+    bitcast_to_uint32,
+    copy_sign,
+    magnitude_bits,
+    multiply_short_significand_rne,
+)
+from halfbyte.formats.outer_scales import effective_block_scale
+from halfbyte.formats.random_bits import random_bytes, warn_if_key_reused
+from halfbyte.formats.scale_candidates import round_nearest_with_ties
+from halfbyte.formats.scale_rules import BlockMagnitudes, BlockScales
+from halfbyte.renamed import renamed_members
 
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+ROUNDINGS = ("rne", "stochastic", "away", "midpoint")
+STOCHASTIC_ROUNDINGS = ("stochastic", "midpoint")  # those that take random bytes
+ALIGN_BLOCK = 16
 TINY_BITS = int(np.float32(2.0**-100).view(np.uint32))  # products with such a scale may be subnormal
 
 
@@ -22,13 +58,14 @@ TINY_BITS = int(np.float32(2.0**-100).view(np.uint32))  # products with such a s
     data_fields=["codes", "scales", "amax", "decode_scale"],
     meta_fields=["format", "block", "axis"],
 )
+@renamed_members(carrier="dequantize_blocks")
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """`codes` uint8, one an element (0..15 for E2M1, the sign of zero kept); `scales` in the format's scale type, one a
-    block, None if there is none; `amax` and `decode_scale` (1 / S) float32.
+    """`codes` uint8, one per element (0..15 for E2M1, with the sign of zero); `scales` in the format's scale type, one
+    per block, None if there is none; `amax` and `decode_scale` (1 / S) float32.
 
-    The array stands for element(code) * scale * decode_scale. Where S is not of the whole tensor, `amax` and
-    `decode_scale` are one a block as well.
+    A value is element(code) * scale * decode_scale. Where S is not per tensor, `amax` and `decode_scale` have one entry
+    per block as well.
     """
 
     codes: jax.Array
@@ -45,44 +82,50 @@ class QTensor:
 
     @property
     def encode_scale(self) -> jax.Array:
-        """S of the tensor, 1 where the format has no tensor scale."""
+        """S of the tensor; 1 where the format has no tensor scale."""
         return self.format.tensor_scales(self.amax).encode
 
     @property
     def finite(self) -> jax.Array:
-        """Whether the tensor held only finite numbers."""
+        """Whether the tensor had only finite elements."""
         return jnp.all(magnitude_bits(self.amax) < jnp.uint32(0x7F80_0000))
 
     @property
     def packed(self) -> jax.Array:
-        """uint8, two 4-bit codes a byte along the blocked axis, the even index in the low nibble; others one a byte."""
-        return pack(self.codes, axis=self.axis) if _two_a_byte(self.format) else self.codes
+        """uint8 codes; 4-bit ones two per byte along the blocked axis, the even index in the low nibble."""
+        return pack_nibbles(self.codes, axis=self.axis) if _packs_two_per_byte(self.format) else self.codes
 
-    def carrier(self) -> jax.Array:
-        """element(code) * block scale as float32: the tensor without the scales that a GEMM applies to its sums."""
+    def dequantize_blocks(self) -> jax.Array:
+        """Returns element(code) * block scale as float32, without the scales that a GEMM applies to its accumulator."""
         assert self.format.element is not None
         values = decode(self.format.element, self.codes)
         if self.scales is None:
             return values
-        return values * self._spread(carried(self._scale_values(), self.decode_scale, self.format.scale.outer))
+        return values * self._spread(
+            block_decode_scale(self._scale_values(), self.decode_scale, self.format.scale.outer_granularity)
+        )
 
     def dequantize(self) -> jax.Array:
-        """float32 values; NaN everywhere if the tensor held a NaN. Subnormal results are exact on every device."""
+        """Returns float32 values; all NaN if the tensor had a NaN. Subnormal results are exact on every device."""
         assert self.format.element is not None
         width = self.format.element.mantissa_bits + 1 + self.format.scale.significant_bits
         short, scale = decode(self.format.element, self.codes), self.decode_scale
-        if self.format.tensor_scale and not self.format.scale.by_step:
+        if self.format.tensor_scale and not self.format.scale.uses_effective_step:
             short = short if self.scales is None else short * self._spread(self._scale_values())
         else:
-            scale = step(self._scale_values(), scale) if self.format.tensor_scale else self._scale_values()
+            scale = (
+                effective_block_scale(self._scale_values(), scale) if self.format.tensor_scale else self._scale_values()
+            )
         if self.format.tensor_scale:
             scale = jnp.where(jnp.isnan(self.amax), jnp.float32(jnp.nan), scale)
         scale = self._spread(scale) if scale.ndim else scale
 
         def with_subnormals(short, scale):
             spread = jnp.broadcast_to(magnitude_bits(scale), short.shape)
-            bits = multiply_short_bits(magnitude_bits(short), spread, width=max(width, USUAL_BITS))
-            exact = copy_sign(float_of_bits(bits), float32_bits(short))
+            bits = multiply_short_significand_rne(
+                magnitude_bits(short), spread, width=max(width, DEFAULT_SHORT_SIGNIFICAND_BITS)
+            )
+            exact = copy_sign(bitcast_to_float32(bits), bitcast_to_uint32(short))
             return jnp.where(jnp.isnan(short * scale), jnp.float32(jnp.nan), exact)
 
         tiny = jnp.min(magnitude_bits(scale)) < jnp.uint32(TINY_BITS)
@@ -90,13 +133,13 @@ class QTensor:
 
     def _scale_values(self) -> jax.Array:
         assert self.scales is not None
-        return scale_values(self.scales, self.format)
+        return decode_block_scales(self.scales, self.format)
 
     def _spread(self, scales: jax.Array) -> jax.Array:
-        """What blocks have, at each of their elements."""
+        """Broadcasts values of blocks to their elements."""
         view = self.format.view(self.shape, block=self.block, axis=self.axis)
         # [view.shape] -> [shape]
-        return view.spread(scales).reshape(self.shape)
+        return view.broadcast_scales(scales).reshape(self.shape)
 
 
 @functools.partial(
@@ -105,8 +148,8 @@ class QTensor:
     meta_fields=["format", "block", "axis"],
 )
 @dataclasses.dataclass(frozen=True)
-class Packed:
-    """A QTensor as it is kept between forward and backward, or sent to other devices: packed codes, scales as uint8."""
+class PackedQTensor:
+    """A QTensor as a residual of the VJP, or as it is all-gathered: packed codes, scales as uint8."""
 
     packed: jax.Array
     scales: jax.Array | None
@@ -117,33 +160,153 @@ class Packed:
     axis: int = -1
 
     @classmethod
-    def of(cls, tensor: QTensor) -> "Packed":
+    def from_qtensor(cls, tensor: QTensor) -> "PackedQTensor":
         scales = None if tensor.scales is None else lax.bitcast_convert_type(tensor.scales, jnp.uint8)
         return cls(tensor.packed, scales, tensor.amax, tensor.decode_scale, tensor.format, tensor.block, tensor.axis)
 
     def unpack(self) -> QTensor:
-        codes = unpack(self.packed, axis=self.axis) if _two_a_byte(self.format) else self.packed
+        codes = unpack_nibbles(self.packed, axis=self.axis) if _packs_two_per_byte(self.format) else self.packed
         dtype = self.format.scale_dtype
         scales = None if self.scales is None or dtype is None else lax.bitcast_convert_type(self.scales, dtype)
         return QTensor(codes, scales, self.amax, self.decode_scale, self.format, self.block, self.axis)
 
 
-def carried(scales: jax.Array, decode_scale: jax.Array, outer: str) -> jax.Array:
-    """What of a block's scales its elements are multiplied by before a GEMM: an outer scale inside the sum as well."""
-    return step(scales, decode_scale) if outer == "128" else scales
+class GridTensor(NamedTuple):
+    """A quantized tensor before it is encoded; XLA computes only the fields that are read."""
+
+    values: jax.Array  # float32 on the element's grid
+    codes: jax.Array  # uint8
+    scales: BlockScales
+    amax: jax.Array  # float32, a scalar for the tensor, or one per block
+    view: BlockView
+    outer: str = "tensor"
+
+    def dequantize_blocks(self) -> jax.Array:
+        """Returns values * block scale as float32: at most 6 significant bits under NVFP4, so exact in bfloat16. Outer
+        scales per 128 elements are included.
+        """
+        spread = self.view.broadcast_scales(
+            block_decode_scale(self.scales.values, self.scales.tensor_decode, self.outer)
+        )
+        # [shape] -> [view.shape] -> [shape]
+        return (self.values.reshape(self.view.shape) * spread).reshape(self.values.shape)
 
 
-def scale_values(scales: jax.Array, fmt: BlockFormat) -> jax.Array:
-    """float32 values of stored block scales (in the format's scale type, or their uint8 codes)."""
+def quantize(
+    x: jax.Array, fmt: BlockFormat, *, block: str = "1d", rounding: str = "rne", key: jax.Array | None = None,
+    axis: int = -1, amax: jax.Array | None = None,
+) -> QTensor:  # fmt: skip
+    """Quantizes `x` to `fmt`, in blocks along the last axis ("1d") or in square tiles of the last two ("2d").
+
+    Rounds to nearest even, or with `rounding="stochastic"` (E2M1 formats) by random bytes drawn from `key`. Saturates.
+    x is float32, bfloat16 or float16, with any leading dims. `axis=-2` blocks along the next to last axis instead: the
+    columnwise operand of a token-major tensor, untransposed. One key for different tensors (under vmap or shard_map)
+    raises a SharedBitsWarning.
+    """
+    check_quantize_arguments(x, fmt, rounding=rounding, key=key)
+    noise = None
+    if key is not None and (rounding in STOCHASTIC_ROUNDINGS or fmt.scale.stochastic):
+        noise = random_bytes(warn_if_key_reused(key, x), x.shape)
+    grid = quantize_to_grid(x, fmt, block=block, axis=axis, noise=noise, amax=amax, rounding=rounding)
+    return encode_qtensor(grid, fmt, block=block, axis=axis)
+
+
+def encode_qtensor(grid: GridTensor, fmt: BlockFormat, *, block: str, axis: int = -1) -> QTensor:
+    """Returns the QTensor of a tensor on its grid."""
+    assert fmt.element is not None
+    dtype = fmt.scale_dtype
+    scales = None if dtype is None else lax.bitcast_convert_type(grid.scales.codes, dtype)
+    return QTensor(grid.codes, scales, grid.amax, grid.scales.tensor_decode, fmt, block, axis)
+
+
+def check_quantize_arguments(x: jax.Array, fmt: BlockFormat, *, rounding: str, key: jax.Array | None) -> None:
+    """Raises for arguments that `quantize` does not support; `BlockFormat.view` checks shapes."""
+    if not fmt.quantized:
+        raise ValueError(
+            f"{fmt.name} is not a quantized format; cast with astype, or choose one of NVFP4, MXFP4, MXFP8, FP8"
+        )
+    if x.dtype not in FLOATS:
+        raise TypeError(f"quantize takes float32, bfloat16 or float16, got {x.dtype}; convert with astype first")
+    if x.ndim == 0:
+        raise ValueError("quantize needs at least one axis to block, got a scalar; reshape it to a vector")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding must be one of {ROUNDINGS}, got {rounding!r}")
+    if (rounding in STOCHASTIC_ROUNDINGS or fmt.scale.stochastic) and key is None:
+        raise ValueError(
+            f'rounding="{rounding}" of {fmt.name} needs a key; pass key=jax.random.key(...), folded with step, layer '
+            "and site"
+        )
+    if reason := unsupported_rounding(fmt, rounding):
+        raise ValueError(
+            f'{rounding} rounding is that of E2M1 formats (NVFP4, MXFP4), for {reason}; use rounding="rne"'
+        )
+
+
+def unsupported_rounding(fmt: BlockFormat, rounding: str) -> str | None:
+    """Returns which elements the rounding supports and which `fmt` has; None if it supports them."""
+    if rounding == "stochastic" and fmt.element != E2M1:
+        return f"E2M1 elements only, got format {fmt.name}"
+    if rounding in ("away", "midpoint") and (fmt.element is None or fmt.element.stored_bits != 4):
+        return f"4-bit elements only, got format {fmt.name}"
+    return None
+
+
+def quantize_to_grid(
+    x: jax.Array, fmt: BlockFormat, *, block: str = "1d", axis: int = -1, noise: jax.Array | None = None,
+    amax: jax.Array | None = None, rounding: str | None = None,
+) -> GridTensor:  # fmt: skip
+    """Rounds x to the grid of `fmt`: by `rounding`, or without one to nearest even, or stochastically if there is uint8
+    `noise` of x's shape.
+
+    `amax` overrides the tensor's own (delayed scaling).
+    """
+    rounding = rounding or ("rne" if noise is None else "stochastic")
+    assert fmt.element is not None
+    view = fmt.view(x.shape, block=block, axis=axis)
+    bits = bitcast_to_uint32(x).reshape(view.shape)  # blocked axes split in two
+    magnitude = bits & jnp.uint32(MAGNITUDE_MASK)
+    largest = _amax_over(magnitude, view.reduce_axes)
+    amax_bits = fmt.scale.amax_bits(largest, view) if amax is None else bitcast_to_uint32(amax)
+    scales = fmt.scale.compute_scales(BlockMagnitudes(magnitude, largest, amax_bits, view, rounding), fmt.element)
+    scaled = fmt.scale.scaled(magnitude, scales, view)
+    rounded = _rounded(fmt.element, scaled, rounding, None if noise is None else noise.reshape(view.shape))
+    scales = fmt.scale.correct_scales(scales, scaled, rounded.value, view, noise)
+    codes = with_sign(fmt.element, rounded.code, bits)
+    values = copy_sign(rounded.value, bits)
+    # [view.shape] -> [shape]
+    values, codes = values.reshape(x.shape), codes.reshape(x.shape)
+    return GridTensor(values, codes, scales, bitcast_to_float32(amax_bits), view, fmt.scale.outer_granularity)
+
+
+def amax_of(x: jax.Array) -> jax.Array:
+    """Returns the amax as float32; keeps infinity and NaN, and sees subnormals on every device."""
+    return bitcast_to_float32(_amax_over(magnitude_bits(x), tuple(range(x.ndim))))
+
+
+def amax_per_outer_group(x: jax.Array, fmt: BlockFormat, *, axis: int = -1) -> jax.Array:
+    """Returns the amaxes under the outer scales of x, for a format with more than one: float32, one per block."""
+    view = fmt.view(x.shape, block="1d", axis=axis)
+    largest = _amax_over(magnitude_bits(x).reshape(view.shape), view.reduce_axes)
+    return bitcast_to_float32(fmt.scale.amax_bits(largest, view))
+
+
+def all_finite(x: jax.Array) -> jax.Array:
+    """Returns whether every element of x is finite: one integer maximum over the tensor."""
+    return _amax_over(magnitude_bits(x), tuple(range(x.ndim))) < jnp.uint32(0x7F80_0000)
+
+
+def block_decode_scale(scales: jax.Array, decode_scale: jax.Array, outer: str) -> jax.Array:
+    """Returns the scales that a GEMM's operand includes: block scales, times outer ones that are per 128 elements."""
+    return effective_block_scale(scales, decode_scale) if outer == "128" else scales
+
+
+def decode_block_scales(scales: jax.Array, fmt: BlockFormat) -> jax.Array:
+    """Returns float32 values of block scales (in the format's scale type, or their uint8 codes)."""
     return fmt.scale.decode(lax.bitcast_convert_type(scales, jnp.uint8))
 
 
-def _two_a_byte(fmt: BlockFormat) -> bool:
-    return fmt.element is not None and fmt.element.stored_bits == 4
-
-
-def pack(codes: jax.Array, *, axis: int = -1) -> jax.Array:
-    """Two 4-bit codes a byte along `axis`, the even index in the low nibble."""
+def pack_nibbles(codes: jax.Array, *, axis: int = -1) -> jax.Array:
+    """Packs two 4-bit codes per byte along `axis`, the even index in the low nibble."""
     axis = axis % codes.ndim
     size = codes.shape[axis]
     if size % 2:
@@ -156,9 +319,37 @@ def pack(codes: jax.Array, *, axis: int = -1) -> jax.Array:
     return low | (high << 4)
 
 
-def unpack(packed: jax.Array, *, axis: int = -1) -> jax.Array:
-    """The codes of `pack`'s result."""
+def unpack_nibbles(packed: jax.Array, *, axis: int = -1) -> jax.Array:
+    """Returns the codes that `pack_nibbles` packed."""
     axis = axis % packed.ndim
     pairs = jnp.stack([packed & jnp.uint8(0xF), packed >> 4], axis=axis + 1)
     # [..., bytes, 2, ...] -> [..., 2 * bytes, ...]
     return pairs.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
+
+
+def _rounded(element: Element, scaled: jax.Array, rounding: str, noise: jax.Array | None) -> RoundedMagnitudes:
+    """Rounds magnitudes to the element's grid."""
+    if rounding not in STOCHASTIC_ROUNDINGS:
+        return round_nearest_with_ties(element, scaled, rounding)
+    assert noise is not None, f"rounding {rounding} needs random bytes"
+    return (
+        round_stochastic_midpoint(element, scaled, noise)
+        if rounding == "midpoint"
+        else round_stochastic_e2m1(scaled, noise)
+    )
+
+
+def _amax_over(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns the maximum over `axes`, innermost runs of 16 first: one large reduction is several times slower in XLA
+    on a CPU. The barrier keeps XLA from merging the two steps.
+    """
+    last = magnitude.ndim - 1
+    if last in axes and len(axes) > 1 and magnitude.shape[last] % ALIGN_BLOCK == 0:
+        # [..., n] -> [..., n / 16, 16]
+        runs = magnitude.reshape(*magnitude.shape[:last], magnitude.shape[last] // ALIGN_BLOCK, ALIGN_BLOCK)
+        magnitude = lax.optimization_barrier(jnp.max(runs, axis=-1))
+    return lax.optimization_barrier(jnp.max(magnitude, axis=axes))
+
+
+def _packs_two_per_byte(fmt: BlockFormat) -> bool:
+    return fmt.element is not None and fmt.element.stored_bits == 4

@@ -1,28 +1,25 @@
 """Random bytes for stochastic rounding, from a counter and a key: the same on any mesh, and after any restart.
 
-A tensor is seen as [tokens, features]: all leading dims flattened into tokens. Element (t, n) takes byte t % 4 of the
-32-bit word number (t // 4) * features + n, so one word serves four tokens of a column, and a kernel that holds 16
-tokens in registers draws four words, not sixteen. Numbers have 64 bits; the upper half is 0 in all but the largest
-tensors. Words are a function of (key, number) alone, so a part of a tensor makes its own bytes (`offset`,
-`global_shape`).
-
-A word is a counter hash: two multiply-xorshift rounds with one half of the key added before each. Key and counter meet
-in the first round and again in the second, so the streams of two keys are not permutations of each other. It takes
-about ten integer instructions per word. That is little after the second half comes in: halves that differ in a few bits
-give correlated streams. So the key is mixed first, once per tensor (`key_words`).
+A tensor is viewed as [tokens, features]: all leading dims flattened into tokens. Element (t, n) takes byte t % 4 of the
+32-bit word at index (t // 4) * features + n, so one word serves four tokens of a column, and a kernel that holds 16
+tokens in registers draws four words, not sixteen. Indices have 64 bits; the upper half is 0 in all but the largest
+tensors. A word depends only on (key, index), so a shard of a tensor draws its own bytes (`offset`, `global_shape`).
 
 The rounding needs no cryptography: it needs uniform bytes without correlation between neighbours, steps, layers and
-operands, and tests/recipe/test_random_bits.py measures that.
+operands, and tests/recipes/test_random_bits.py measures that. Errors average out over tensors only if their keys differ
+(`warn_if_key_reused`).
 """
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 Offset = int | jax.Array
 
@@ -31,46 +28,111 @@ ROUNDS = (0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344)  # the first digit
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MixedKey:
-    """One key of many, whose `words`, uint32 [keys, 2], are what `key_words` gives: the one at `index`, int32. Many are
-    mixed in one go, and a kernel reads them where they lie.
+class HashedKey:
+    """The key at `index`, int32, of many whose `words`, uint32 [keys, 2], `key_words` returned. Many keys are mixed at
+    once, and a kernel reads their words in place.
     """
 
     words: jax.Array
     index: jax.Array
 
 
-Key = jax.Array | MixedKey
+Key = jax.Array | HashedKey
 
 
-def mixed_words(keys: jax.Array) -> jax.Array:
-    """uint32 [..., 2]: the `words` of keys [...]."""
+class SharedBitsWarning(UserWarning):
+    """Different tensors are rounded with the same random bits."""
+
+
+def random_bytes(
+    key: Key, shape: tuple[int, ...], *,
+    offset: Sequence[Offset] | None = None, global_shape: tuple[int, ...] | None = None, aligned: bool = False,
+) -> jax.Array:  # fmt: skip
+    """uint8 [..., tokens, features] uniform bytes for `shape`; a vector is one token. Equal on every mesh.
+
+    With `global_shape` and `offset` they are those of a window: what slicing the bytes of a tensor of that shape at
+    `offset` would give, computed without the rest of it. An offset may be traced: inside shard_map it is
+    `lax.axis_index(...)` times the shard's size; `aligned` promises a multiple of four tokens, as blocks are.
+    Without them every device and every entry of a vmap with the same key draws the same bytes.
+    """
+    offset, whole = _checked_window(shape, offset, global_shape)
+    if len(shape) < 2:
+        row = random_bytes(key, (1, *shape), offset=(0, *offset), global_shape=(1, *whole))
+        return row.reshape(shape)  # [1, features] -> [features]
+    if whole[-2] % 4 == 0:
+        return _bytes_four_per_word(key, shape, offset, whole, aligned)
+    if shape == whole:  # words straddle the leading dims: flatten them, [..., tokens, features] -> [rows, features]
+        rows = math.prod(shape[:-1])
+        padded = (-(-rows // 4) * 4, shape[-1])
+        return _bytes_four_per_word(key, padded, (0, 0), padded, True)[:rows].reshape(shape)
+    tokens = _global_row_index(shape, offset, whole)
+    words = _words(key, _global_element_index(tokens >> 2, offset[-1], whole))
+    return (words >> ((tokens & jnp.uint32(3)) * jnp.uint32(8))).astype(jnp.uint8)
+
+
+def warn_if_key_reused(key: jax.Array, *tensors: jax.Array) -> jax.Array:
+    """Returns `key`; warns (SharedBitsWarning) if a tensor varies along a mapped axis and the key does not.
+
+    Stochastic rounding averages out over tensors only if their random bits differ. `jax.vmap(f, (0, None))(xs, key)`
+    rounds every x with the same bits, and so does `shard_map` on every device if the key is the same on all of them.
+    JAX means this by one key, so the bits stay as they are; the warning is issued when the program is traced.
+    `shard_map(..., check_vma=False)` hides the difference.
+
+    Remedy: one key per tensor (`jax.random.split`, `jax.random.fold_in` with `lax.axis_index`), or, on a mesh, the
+    bytes of the whole tensor (`random_bytes` with `offset` and `global_shape`), which are the same on any mesh.
+    """
+    axes = frozenset[str]().union(*map(_varying, tensors)) - _varying(key)
+    if axes:
+        warn_key_reuse(
+            f"on every device along the mesh axes {', '.join(sorted(axes))}", "lax.axis_index, or give an offset"
+        )
+    return _same_key(key, lax.stop_gradient(tensors))
+
+
+def warn_key_reuse(where: str, remedy: str) -> None:
+    """Warns that tensors `where` share random bits; `remedy` is what to fold their key with."""
+    warnings.warn(
+        f"one key rounds different tensors {where}: their errors are alike and do not average out; fold the key with "
+        f"{remedy}",
+        SharedBitsWarning,
+        stacklevel=2,
+    )
+
+
+def hashed_key_words(keys: jax.Array) -> jax.Array:
+    """Returns `HashedKey.words`, uint32 [..., 2], of keys [...]."""
     return jnp.stack(key_words(keys), axis=-1)
 
 
 def key_words(key: Key) -> tuple[jax.Array, jax.Array]:
-    """The two uint32 words that the counter hash takes of a key, typed, raw or mixed.
+    """Returns the two uint32 words that the counter hash takes of a key, typed, raw or hashed.
 
-    Four Feistel rounds of the hash itself: one to one, and any two keys, be they jax.random.key(0) and key(1), differ
-    in half of the bits.
+    Four Feistel rounds of the hash itself: one to one, and any two keys, even jax.random.key(0) and key(1), differ in
+    half of the bits.
     """
-    if isinstance(key, MixedKey):
+    if isinstance(key, HashedKey):
         k0, k1 = lax.dynamic_index_in_dim(key.words, key.index, keepdims=False)
         return k0, k1
     k0, k1 = _data_words(key)
     for constant in ROUNDS:
-        k0, k1 = k1, k0 ^ hash_words(k1, jnp.uint32(constant), jnp.uint32(constant))
+        k0, k1 = k1, k0 ^ counter_hash(k1, jnp.uint32(constant), jnp.uint32(constant))
     return k0, k1
 
 
 def _data_words(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first and the last word of the key's data: all there is of a threefry key."""
+    """Returns the first and the last word of the key's data: all of a threefry key."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return data[..., 0], data[..., -1]
 
 
-def hash_words(counter: jax.Array, k0: jax.Array, k1: jax.Array) -> jax.Array:
-    """One pseudo-random uint32 for each uint32 of `counter`."""
+def counter_hash(counter: jax.Array, k0: jax.Array, k1: jax.Array) -> jax.Array:
+    """Returns one pseudo-random uint32 for each uint32 of `counter`.
+
+    Two multiply-xorshift rounds with one half of the key added before each, about ten integer instructions. Key and
+    counter meet in both rounds, so the streams of two keys are not permutations of each other. The second half is mixed
+    little: halves that differ in a few bits give correlated streams. So `key_words` mixes the key first, once per
+    tensor.
+    """
     h = counter * jnp.uint32(0x9E37_79B9) + k0
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB_352D) + k1
     h = (h ^ (h >> 15)) * jnp.uint32(0x846C_A68B)
@@ -86,34 +148,34 @@ def multiply_high_low(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a1 * b1 + (cross >> 16) + (middle >> 16), jnp.uint32(a) * b
 
 
-def wide_key(high: jax.Array, k0: jax.Array, k1: jax.Array) -> tuple[jax.Array, jax.Array]:
+def key_for_high_counter(high: jax.Array, k0: jax.Array, k1: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The key words of the counters whose upper 32 bits are `high`: k0 and k1 themselves where that is 0.
 
     What is added is hashed, because the streams of two keys that differ in a few bits are correlated.
     """
 
     def mask(constant: int) -> jax.Array:
-        mixed = hash_words(high, jnp.uint32(constant), jnp.uint32(constant))
-        return mixed ^ hash_words(jnp.zeros_like(high), jnp.uint32(constant), jnp.uint32(constant))
+        mixed = counter_hash(high, jnp.uint32(constant), jnp.uint32(constant))
+        return mixed ^ counter_hash(jnp.zeros_like(high), jnp.uint32(constant), jnp.uint32(constant))
 
     return k0 ^ mask(ROUNDS[0]), k1 ^ mask(ROUNDS[1])
 
 
-class _Numbers(NamedTuple):
-    """Numbers of words, up to 64 bits."""
+class _Counter64(NamedTuple):
+    """Indices of words, up to 64 bits."""
 
     low: jax.Array
     high: jax.Array | None  # None: all zero
 
 
 def _index(shape: tuple[int, ...], axis: int, offset: Offset) -> jax.Array:
-    """uint32 [shape]: the place along `axis`; from an iota, so that every shard makes its own."""
-    place = lax.broadcasted_iota(jnp.uint32, shape, axis)
-    begins = isinstance(offset, int) and offset == 0
-    return place if begins else place + jnp.asarray(offset).astype(jnp.uint32)
+    """Returns the index along `axis`, uint32 [shape]; from an iota, so that every shard computes its own."""
+    index = lax.broadcasted_iota(jnp.uint32, shape, axis)
+    at_zero = isinstance(offset, int) and offset == 0
+    return index if at_zero else index + jnp.asarray(offset).astype(jnp.uint32)
 
 
-def _rows(shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...]) -> jax.Array:
+def _global_row_index(shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...]) -> jax.Array:
     """uint32 [shape]: the row of each element of a window of `whole` [..., rows, columns], all leading dims counted."""
     number = jnp.zeros(shape, jnp.uint32)
     stride = 1
@@ -123,52 +185,26 @@ def _rows(shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ..
     return number
 
 
-def _numbers(rows: jax.Array, offset: Offset, whole: tuple[int, ...]) -> _Numbers:
+def _global_element_index(rows: jax.Array, offset: Offset, whole: tuple[int, ...]) -> _Counter64:
     """rows * columns + column, for the columns of a window of `whole` [..., rows, columns]."""
     columns = whole[-1]
     column = _index(rows.shape, rows.ndim - 1, offset)
     if math.prod(whole) <= 2**32:
-        return _Numbers(rows * jnp.uint32(columns % 2**32) + column, None)
+        return _Counter64(rows * jnp.uint32(columns % 2**32) + column, None)
     high, low = multiply_high_low(columns, rows)
-    return _Numbers(low + column, high + (low + column < low).astype(jnp.uint32))
+    return _Counter64(low + column, high + (low + column < low).astype(jnp.uint32))
 
 
-def _words(key: Key, numbers: _Numbers) -> jax.Array:
+def _words(key: Key, numbers: _Counter64) -> jax.Array:
     low, high = numbers
     words = key_words(key)
-    return hash_words(low, *(words if high is None else wide_key(high, *words)))
+    return counter_hash(low, *(words if high is None else key_for_high_counter(high, *words)))
 
 
-def random_bytes(
-    key: Key, shape: tuple[int, ...], *,
-    offset: Sequence[Offset] | None = None, global_shape: tuple[int, ...] | None = None, aligned: bool = False,
-) -> jax.Array:  # fmt: skip
-    """uint8 [..., tokens, features] uniform bytes for `shape`; a vector is one token. Equal on every mesh.
-
-    With `global_shape` and `offset` they are those of a window: what slicing the bytes of a tensor of that shape at
-    `offset` would give, made without the rest of it. An offset may be traced: inside shard_map it is
-    `lax.axis_index(...)` times the shard's size; `aligned` promises a multiple of four tokens, as blocks are.
-    Without them every device and every entry of a vmap that has the same key draws the same bytes (`shared_bits`).
-    """
-    offset, whole = _checked_window(shape, offset, global_shape)
-    if len(shape) < 2:
-        made = random_bytes(key, (1, *shape), offset=(0, *offset), global_shape=(1, *whole))
-        return made.reshape(shape)  # [1, features] -> [features]
-    if whole[-2] % 4 == 0:
-        return _bytes_by_four(key, shape, offset, whole, aligned)
-    if shape == whole:  # words straddle the leading dims: flatten them, [..., tokens, features] -> [rows, features]
-        rows = math.prod(shape[:-1])
-        padded = (-(-rows // 4) * 4, shape[-1])
-        return _bytes_by_four(key, padded, (0, 0), padded, True)[:rows].reshape(shape)
-    tokens = _rows(shape, offset, whole)
-    words = _words(key, _numbers(tokens >> 2, offset[-1], whole))
-    return (words >> ((tokens & jnp.uint32(3)) * jnp.uint32(8))).astype(jnp.uint8)
-
-
-def _bytes_by_four(
+def _bytes_four_per_word(
     key: Key, shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...], aligned: bool
 ) -> jax.Array:
-    """Bytes of a window of `whole` [..., tokens, features], with tokens a multiple of four: a word for each four."""
+    """Returns bytes of a window of `whole` [..., tokens, features], with tokens a multiple of four: a word per four."""
     *lead, tokens, features = shape
     first = offset[-2]
     # A window may begin within a word: then one more row of words covers it, and the bytes before it are cut off.
@@ -176,12 +212,12 @@ def _bytes_by_four(
     count = tokens // 4 if aligned else (tokens + 6) // 4
     grouped, start = (*lead, count, features), (*offset[:-2], first // 4, offset[-1])
     whole = (*whole[:-2], whole[-2] // 4, whole[-1])
-    words = _words(key, _numbers(_rows(grouped, start, whole), start[-1], whole))
-    made = _spread(words)
-    return made if aligned else _slice(made, (*[0] * len(lead), first % 4, 0), shape)
+    words = _words(key, _global_element_index(_global_row_index(grouped, start, whole), start[-1], whole))
+    covering = _unpack_word_bytes(words)
+    return covering if aligned else _slice(covering, (*[0] * len(lead), first % 4, 0), shape)
 
 
-def _spread(words: jax.Array) -> jax.Array:
+def _unpack_word_bytes(words: jax.Array) -> jax.Array:
     """uint32 [..., rows, features] -> uint8 [..., 4 * rows, features], the low byte first."""
     *lead, rows, features = words.shape
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32).reshape(4, 1)
@@ -190,16 +226,16 @@ def _spread(words: jax.Array) -> jax.Array:
     return (spread >> jnp.broadcast_to(shifts, spread.shape)).astype(jnp.uint8).reshape(*lead, 4 * rows, features)
 
 
-def _slice(made: jax.Array, offset: Sequence[Offset], shape: tuple[int, ...]) -> jax.Array:
-    if made.shape == shape:
-        return made
-    return lax.dynamic_slice(made, [jnp.asarray(o, jnp.int32) for o in offset], shape)
+def _slice(array: jax.Array, offset: Sequence[Offset], shape: tuple[int, ...]) -> jax.Array:
+    if array.shape == shape:
+        return array
+    return lax.dynamic_slice(array, [jnp.asarray(o, jnp.int32) for o in offset], shape)
 
 
 def _checked_window(
     shape: tuple[int, ...], offset: Sequence[Offset] | None, whole: tuple[int, ...] | None
 ) -> tuple[tuple[Offset, ...], tuple[int, ...]]:
-    """`offset` and `global_shape` of `random_bytes`; both None: the window is all of it."""
+    """Validates `offset` and `global_shape` of `random_bytes`; if both are None the window is the whole tensor."""
     if (offset is None) != (whole is None):
         raise ValueError("random_bytes takes offset and global_shape together, or neither")
     if offset is None or whole is None:
@@ -210,3 +246,21 @@ def _checked_window(
             f"random_bytes: a window of shape {shape} at offset {tuple(offset)} does not lie in global_shape {whole}"
         )
     return tuple(offset), whole
+
+
+def _varying(array: Any) -> frozenset[str]:
+    """Returns the manual mesh axes along which an array varies, where JAX tracks them."""
+    kind = getattr(jax.typeof(array), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+@custom_vmap
+def _same_key(key: jax.Array, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    return key
+
+
+@_same_key.def_vmap  # called when a vmap reaches it, also inside jit and custom gradients
+def _(size: int, batched: list[Any], key: jax.Array, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, bool]:
+    if any(batched[1]) and not batched[0]:
+        warn_key_reuse(f"for all {size} entries of a vmap", "the entry's number, or map over jax.random.split(key)")
+    return _same_key(key, tensors), batched[0]

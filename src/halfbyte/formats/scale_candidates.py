@@ -1,11 +1,11 @@
-"""Four over six: several scales for a block, and the one that leaves the least error (arXiv 2512.02010).
+"""Four over six: several candidate scales of a block, and the one with the least error (arXiv 2512.02010).
 
 E2M1 has no 5: a block whose largest number becomes 6 rounds the next ones coarsely. Where it becomes 4 the grid ends at
 4, and is finer for what lies between 2/3 and 1 of it. For each value k that the largest number may become
 
     s_k = e4m3(min(amax_block * mult_k, 448));   z = x * encode_k;   q = round(z)
 
-and the first k with the least error of its block is taken. The measure is one of
+and the first k with the least error of its block is taken. The error metric is one of
 
     squared, absolute    sum |v - x|^p with v = ((q s_k) A) / (6 T), p = 2 or 1: in the input's own domain, elements in
                          order, the rows of a tile as a tree, every operation rounded to float32; x and A times
@@ -23,60 +23,59 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .bits import float_of_bits
-from .elements import Element, Rounded, neighbours, round_away, round_nearest
-from .exact import LIFT, lift
-from .views import BlockView
+from halfbyte.formats.block_view import BlockView
+from halfbyte.formats.elements import Element, RoundedMagnitudes, grid_neighbours, round_half_away, round_nearest
+from halfbyte.formats.exact_float32 import SUBNORMAL_LIFT_EXPONENT, bitcast_to_float32, scale_out_of_subnormals
 
-MEASURES = ("squared", "absolute", "expected")
-LARGEST = np.finfo(np.float32).max
+ERROR_METRICS = ("squared", "absolute", "expected")
+MAX_FLOAT32 = np.finfo(np.float32).max
 SMALL, LARGE = 2.0**-60, 2.0**60
 
 
-def to_nearest(element: Element, magnitude: jax.Array, rounding: str) -> Rounded:
-    """The nearest value, ties as `rounding` says: away from zero, or to even."""
-    return (round_away if rounding == "away" else round_nearest)(element, magnitude)
+def round_nearest_with_ties(element: Element, magnitude: jax.Array, rounding: str) -> RoundedMagnitudes:
+    """Rounds to nearest, ties by `rounding`: away from zero, or to even."""
+    return (round_half_away if rounding == "away" else round_nearest)(element, magnitude)
 
 
-def lift_of(amax: jax.Array) -> jax.Array:
-    """What numbers are multiplied by before their errors are measured, for float32 maxima: a power of two that keeps
+def error_lift(amax: jax.Array) -> jax.Array:
+    """Returns the factor of numbers before their errors are measured, for float32 amaxes: a power of two that keeps
     squares within range; 1 for most.
     """
-    up = jnp.where(amax < np.float32(SMALL), np.float32(2.0**LIFT), np.float32(1))
-    return jnp.where(amax >= np.float32(LARGE), np.float32(2.0**-LIFT), up)
+    up = jnp.where(amax < np.float32(SMALL), np.float32(2.0**SUBNORMAL_LIFT_EXPONENT), np.float32(1))
+    return jnp.where(amax >= np.float32(LARGE), np.float32(2.0**-SUBNORMAL_LIFT_EXPONENT), up)
 
 
-def normal(magnitude: jax.Array, amax: jax.Array) -> jax.Array:
-    """float32 magnitudes times `lift_of(amax)`, from bits of both; a device may flush small ones."""
+def lift_from_subnormals(magnitude: jax.Array, amax: jax.Array) -> jax.Array:
+    """Returns float32 magnitudes times `error_lift(amax)`, from bits of both; a device may flush small ones."""
     small, large = (jnp.uint32(np.float32(limit).view(np.uint32)) for limit in (SMALL, LARGE))
-    plain = float_of_bits(magnitude)
-    lowered = jnp.where(amax >= large, plain * jnp.float32(2.0**-LIFT), plain)
-    return jnp.where(amax < small, lift(magnitude), lowered)
+    plain = bitcast_to_float32(magnitude)
+    lowered = jnp.where(amax >= large, plain * jnp.float32(2.0**-SUBNORMAL_LIFT_EXPONENT), plain)
+    return jnp.where(amax < small, scale_out_of_subnormals(magnitude), lowered)
 
 
-def unfused(products: jax.Array) -> jax.Array:
-    """The same numbers, none above float32's range: keeps a compiler from fusing a product with the sum after it."""
-    return jnp.minimum(products, jnp.float32(LARGEST))
+def prevent_fma(products: jax.Array) -> jax.Array:
+    """Returns finite products unchanged: the minimum keeps a compiler from fusing a product with the sum after it."""
+    return jnp.minimum(products, jnp.float32(MAX_FLOAT32))
 
 
-def deviation(magnitude: jax.Array, value: jax.Array, view: BlockView, measure: str) -> jax.Array:
-    """Each block's error between magnitudes and their values."""
-    off = jnp.abs(unfused(value) - magnitude)
-    return in_order(off * off if measure == "squared" else off, view)
+def block_error(magnitude: jax.Array, value: jax.Array, view: BlockView, metric: str) -> jax.Array:
+    """Returns each block's error between magnitudes and their values."""
+    off = jnp.abs(prevent_fma(value) - magnitude)
+    return ordered_block_sum(off * off if metric == "squared" else off, view)
 
 
-def expected_deviation(element: Element, scaled: jax.Array, scale: jax.Array, view: BlockView) -> jax.Array:
-    """Each block's expected squared error under stochastic rounding, in units of the outer scale."""
-    _, below, step = neighbours(element, scaled)
+def expected_block_error(element: Element, scaled: jax.Array, scale: jax.Array, view: BlockView) -> jax.Array:
+    """Returns each block's expected squared error under stochastic rounding, in units of the outer scale."""
+    _, below, step = grid_neighbours(element, scaled)
     beyond = scaled - jnp.float32(element.max)
-    each = jnp.where(beyond > 0, beyond * beyond, (scaled - below) * (below + step - scaled))
-    return scale * scale * in_order(each, view)
+    errors = jnp.where(beyond > 0, beyond * beyond, (scaled - below) * (below + step - scaled))
+    return scale * scale * ordered_block_sum(errors, view)
 
 
-def in_order(values: jax.Array, view: BlockView) -> jax.Array:
-    """Sums over blocks: elements one after the other, the rows of a tile as a tree of halves."""
-    *rows, last = view.shared
-    values = unfused(values)
+def ordered_block_sum(values: jax.Array, view: BlockView) -> jax.Array:
+    """Sums over blocks: elements in sequence, the rows of a tile as a tree of halves."""
+    *rows, last = view.reduce_axes
+    values = prevent_fma(values)
     parts = [lax.index_in_dim(values, i, last, keepdims=False) for i in range(view.shape[last])]
     total = functools.reduce(jnp.add, parts)
     for axis in rows:
@@ -87,10 +86,10 @@ def in_order(values: jax.Array, view: BlockView) -> jax.Array:
     return total
 
 
-def take_least(found: Sequence[Sequence[jax.Array]], errors: Sequence[jax.Array]) -> list[jax.Array]:
-    """Of arrays one a block under each candidate, those of the first candidate with the least error."""
-    taken, least = list(found[0]), errors[0]
-    for arrays, error in zip(found[1:], errors[1:], strict=True):
+def select_min_error(candidates: Sequence[Sequence[jax.Array]], errors: Sequence[jax.Array]) -> list[jax.Array]:
+    """Selects, per block, the arrays of the first candidate with the least error."""
+    taken, least = list(candidates[0]), errors[0]
+    for arrays, error in zip(candidates[1:], errors[1:], strict=True):
         taken = [jnp.where(error < least, new, old) for new, old in zip(arrays, taken, strict=True)]
         least = jnp.minimum(error, least)
     return taken

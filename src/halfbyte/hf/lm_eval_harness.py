@@ -1,6 +1,6 @@
 """lm-evaluation-harness with our models in it (extra `harness`).
 
-    python -m halfbyte.interchange.harness --model halfbyte --model_args run=RUN --tasks lambada_openai,blimp
+    python -m halfbyte.hf.lm_eval_harness --model halfbyte --model_args run=RUN --tasks lambada_openai,blimp
 
 is the harness's own command with one model more: `halfbyte`, a run or a Hugging Face folder. Texts are encoded and
 scored as `halfbyte eval` does it: a document begins with bos, context and continuation are encoded together.
@@ -14,9 +14,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from halfbyte.evaluation import SCORING_RULES, WRITING_RULES, Generator, LanguageModel, Scorer
-from halfbyte.evaluation.tasks import encode_pair, text_requests
-from halfbyte.interchange.opening import open_model
+from halfbyte.evaluation import GENERATION_RULES, SCORING_RULES, LanguageModel, Scorer, TextGenerator
+from halfbyte.evaluation.eval_tasks import text_requests, tokenize_pair
+from halfbyte.hf.model_loading import open_model
 
 
 @register_model("halfbyte")
@@ -31,11 +31,11 @@ class HalfbyteLM(LM):
         opened = open_model(run, recipe_name=recipe, mesh=mesh, rules=SCORING_RULES, compute_dtype=compute_dtype)
         self.model: LanguageModel = opened.model
         self.scorer = Scorer(self.model, window=int(seq) or None, batch_tokens=int(batch_tokens))
-        self._generator: Generator | None = None
+        self._generator: TextGenerator | None = None
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood of the continuation, whether greedy decoding gives it) for each (context, continuation)."""
-        asked = [encode_pair(self.model.tokenizer, *request.args) for request in requests]
+        asked = [tokenize_pair(self.model.tokenizer, *request.args) for request in requests]
         return [(-score.nll, score.greedy) for score in self.scorer.score(asked)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -52,16 +52,16 @@ class HalfbyteLM(LM):
     def _write(self, context: str, settings: dict[str, Any]) -> str:
         if settings.get("do_sample") or settings.get("temperature", 0.0):
             raise ValueError(f"the harness asks for sampling ({settings}); this adapter writes greedily")
-        writing = dataclasses.replace(self.model.context, rules=WRITING_RULES)
-        self._generator = self._generator or Generator(dataclasses.replace(self.model, context=writing))
+        writing = dataclasses.replace(self.model.context, rules=GENERATION_RULES)
+        self._generator = self._generator or TextGenerator(dataclasses.replace(self.model, context=writing))
         longest = self.model.config.max_seq - int(settings.get("max_gen_toks", 256))
         ids = self.model.tokenizer.encode(context, bos=True)[-max(1, longest) :]
         room = min(int(settings.get("max_gen_toks", 256)), self.model.config.max_seq - len(ids))
         made = list(self._generator.tokens(ids, max_tokens=room))
-        return until(self.model.tokenizer.decode(made), settings.get("until") or ())
+        return truncate_at_stop(self.model.tokenizer.decode(made), settings.get("until") or ())
 
 
-def until(text: str, stops: str | Sequence[str]) -> str:
+def truncate_at_stop(text: str, stops: str | Sequence[str]) -> str:
     """`text` up to the first of the stop strings."""
     for stop in [stops] if isinstance(stops, str) else stops:
         text = text.split(stop)[0] if stop else text

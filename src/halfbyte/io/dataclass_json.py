@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from halfbyte.inputs import UnreadableFile, read_json, read_toml, read_yaml, replace_file
-from halfbyte.inputs.programs import NotNamed, only_named
+from halfbyte.io.files import UnreadableFile, atomic_write, read_json, read_toml, read_yaml
+from halfbyte.io.trusted_programs import UntrustedProgramError, trust_only_named_programs
+from halfbyte.renamed import warn_renamed
 
 Config = TypeVar("Config")
-MOST_CONFIG = 1 << 20
+CONFIG_FILE = "config.json"
+"""What a run directory holds. Its old names do not warn: a person did not write them."""
+MAX_CONFIG_BYTES = 1 << 20
 """Bytes of a config file; the largest that is written has three thousand."""
 
 
@@ -33,12 +36,14 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "") -> Config:
     """The dataclass `kind` from a nested dict. Unknown fields and wrong types are ValueErrors that name the path.
 
-    A field in `kind.REMOVED` is ignored at its default; another value is a ValueError.
+    A field in `kind.REMOVED` is ignored at its default; another value is a ValueError. An old name in `kind.RENAMED` is
+    the field under its new name, and replaces a value that is there under the new name.
     """
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = {field.name for field in fields if field.init}
     removed: Mapping[str, Removed] = getattr(kind, "REMOVED", {})
+    values = rename_old_fields(kind, values)
     for name, value in values.items():
         if name in removed and value != removed[name].default:
             raise ValueError(f"{where}{name}={value!r}: this version has no {where}{name}; {removed[name].instead}")
@@ -55,6 +60,24 @@ def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "")
         return kind(**built)
     except TypeError as error:
         raise ValueError(f"config {where or kind.__name__}: {error}") from None
+
+
+def rename_old_fields(kind: type, values: Mapping[str, Any], *, warn_as: str = "") -> dict[str, Any]:
+    """Returns `values` with the old names in `kind.RENAMED` replaced by the new ones, in nested dataclasses too.
+
+    With `warn_as`, the name of the file, each old name warns once.
+    """
+    new_of: Mapping[str, str] = getattr(kind, "RENAMED", {})
+    hints = typing.get_type_hints(kind)
+    renamed: dict[str, Any] = {}
+    for name, value in sorted(values.items(), key=lambda item: item[0] in new_of):  # an old name replaces a new one
+        new = new_of.get(name, name)
+        if new != name and warn_as:
+            warn_renamed(f"{warn_as}: {name}", new)
+        group = [o for o in (hints.get(new), *typing.get_args(hints.get(new))) if dataclasses.is_dataclass(o)]
+        nested = isinstance(value, Mapping) and len(group) == 1
+        renamed[new] = rename_old_fields(typing.cast(type, group[0]), value, warn_as=warn_as) if nested else value
+    return renamed
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -76,23 +99,25 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     raise ValueError(f"config field {where} must be {wanted}, got {value!r}")
 
 
-def as_text(config: Any) -> str:
+def config_to_json(config: Any) -> str:
     """The JSON text of a config, as its file holds it."""
     return json.dumps(to_dict(config), indent=2) + "\n"
 
 
-def save(config: Any, path: Path) -> None:
+def save_config(config: Any, path: Path) -> None:
     """Write JSON in one rename, so that no reader sees half a file."""
-    replace_file(path, as_text(config))
+    atomic_write(path, config_to_json(config))
 
 
 def from_file(kind: type[Config], values: Mapping[str, Any], path: Path) -> Config:
     """The config of fields that come from a file. What is wrong with them is said with its name; programs that they
     name run only if the command names them too."""
     try:
-        with only_named():
-            return from_dict(kind, values)
-    except NotNamed:
+        with trust_only_named_programs():
+            return from_dict(
+                kind, rename_old_fields(kind, values, warn_as="" if path.name == CONFIG_FILE else str(path))
+            )
+    except UntrustedProgramError:
         raise
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -102,31 +127,33 @@ def read_values(path: Path) -> dict[str, Any]:
     """The fields in a JSON, TOML or YAML file, by its suffix."""
     suffix = path.suffix.lower()
     read = read_toml if suffix == ".toml" else read_yaml if suffix in (".yaml", ".yml") else read_json
-    values = read(path, most=MOST_CONFIG)
+    values = read(path, most=MAX_CONFIG_BYTES)
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise UnreadableFile(f"{path} must hold one JSON object or table of fields, got {type(values).__name__}")
     return values
 
 
-def overlaid(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def merge_fields(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the fields of `values` in place of its own, groups field by field."""
     merged = dict(base)
     for name, value in values.items():
         inside = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = overlaid(merged[name], value) if inside else value
+        merged[name] = merge_fields(merged[name], value) if inside else value
     return merged
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted name -> value."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat.update(flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value})
+        flat.update(
+            flatten_dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        )
     return flat
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def field_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(dotted field, old, new) for every field that is not the same; a missing field reads None."""
-    before, after = flatten(old), flatten(new)
+    before, after = flatten_dotted(old), flatten_dotted(new)
     names = sorted(before.keys() | after.keys())
     return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]

@@ -4,7 +4,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 
-class _Later:
+class _LazyModule:
     def __init__(self, name: str):
         self._name = name
 
@@ -16,6 +16,6 @@ class _Later:
         return f"later({self._name!r})"
 
 
-def later(name: str) -> Any:
+def lazy_module(name: str) -> Any:
     """A stand-in for the module `name`; the first attribute that is asked of it imports it."""
-    return _Later(name)
+    return _LazyModule(name)

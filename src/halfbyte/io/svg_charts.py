@@ -8,10 +8,10 @@ from html import escape
 
 import numpy as np
 
-from .page import STYLE, text
+from halfbyte.io.html import STYLE, escape_html
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 540, 58, 12, 10, 34
-COLOURS = 8
+NUM_COLOURS = 8
 # The light palette and the rules of text in page.css. A standalone picture has the values in place of the variables:
 # few programs but browsers know CSS variables.
 PALETTE = dict(re.findall(r"--(\w+):([^;}]+)", STYLE.partition("@media")[0]))
@@ -19,7 +19,7 @@ TEXT_STYLE = "".join(re.findall(r"^text[^{]*\{[^}]*\}", STYLE, re.MULTILINE))
 
 
 @dataclass(frozen=True)
-class Series:
+class LineSeries:
     """A line; points that are not finite break it. `colour` counts through the page's palette, `label` stands beside
     the first point."""
 
@@ -33,7 +33,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Band:
+class ConfidenceBand:
     """A filled interval along x."""
 
     x: Sequence[float]
@@ -43,7 +43,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Row:
+class ForestRow:
     """One line of a forest plot: the dots, each with its label, are seeds, the bar is the interval over them."""
 
     name: str
@@ -89,11 +89,11 @@ class Frame:
         for value in ticks(self.low, self.high):
             at = self.y(value)
             self.line((LEFT, WIDTH - RIGHT), (at, at), "var(--grid)")
-            self.label(LEFT - 6, at + 4, number(value), "end")
+            self.label(LEFT - 6, at + 4, format_tick(value), "end")
 
     def x_axis(self, words: str) -> None:
         for value in log_ticks(self.left, self.right) if self.log else ticks(self.left, self.right):
-            self.label(self.x(value), self.height - 18, number(value))
+            self.label(self.x(value), self.height - 18, format_tick(value))
         self.label((self.margin + WIDTH - RIGHT) / 2, self.height - 3, words)
 
     def svg(self, label: str) -> str:
@@ -102,7 +102,7 @@ class Frame:
         return f'<svg {box} role="img" aria-label="{escape(label, quote=True)}">\n{inside}\n</svg>'
 
 
-def number(value: float) -> str:
+def format_tick(value: float) -> str:
     """A tick: 1.2M, 0.005, 3."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
@@ -128,8 +128,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     return found if len(found) > 1 else [low, high]
 
 
-def colour(index: int) -> str:
-    return f"var(--c{index % COLOURS})"
+def palette_colour(index: int) -> str:
+    return f"var(--c{index % NUM_COLOURS})"
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Axes:
 
 
 def line_chart(
-    series: Sequence[Series], axes: Axes, *, label: str, bands: Sequence[Band] = (),
+    series: Sequence[LineSeries], axes: Axes, *, label: str, bands: Sequence[ConfidenceBand] = (),
     lines: Sequence[tuple[float, str]] = (),
 ) -> str:  # fmt: skip
     """Lines over x with a legend; `lines` are horizontal rules with a name."""
@@ -155,7 +155,10 @@ def line_chart(
 
 
 def line_frame(
-    series: Sequence[Series], axes: Axes, bands: Sequence[Band] = (), lines: Sequence[tuple[float, str]] = ()
+    series: Sequence[LineSeries],
+    axes: Axes,
+    bands: Sequence[ConfidenceBand] = (),
+    lines: Sequence[tuple[float, str]] = (),
 ) -> Frame | None:
     """Draws a line chart; None if no series has a finite point."""
     zero, clip = axes.zero, axes.clip
@@ -166,9 +169,9 @@ def line_frame(
     edges = [value for band in bands for value in (*band.low, *band.high)] + [value for value, _ in lines]
     high = max([float(np.percentile(ys, clip)), *edges, *([0.0] if zero else [])])
     low = min([min(ys) if not zero else float(np.percentile(ys, 100 - clip)), *edges, *([0.0] if zero else [])])
-    room = 0.05 * (high - low) or abs(high) * 0.01 or 1.0
-    beside = 0.15 * (max(xs) - min(xs)) * any(s.label for s in series)  # room for words
-    frame = Frame(min(xs) - beside, max(xs) + beside, low - room, high + room, axes.height, axes.log)
+    padding = 0.05 * (high - low) or abs(high) * 0.01 or 1.0
+    beside = 0.15 * (max(xs) - min(xs)) * any(s.label for s in series)  # space for labels
+    frame = Frame(min(xs) - beside, max(xs) + beside, low - padding, high + padding, axes.height, axes.log)
     frame.y_axis()
     frame.x_axis(axes.x_label)
     for band in bands:
@@ -186,27 +189,27 @@ def svg_document(panels: Sequence[tuple[str, Frame | None]], legend: Sequence[tu
     """Returns a standalone SVG: one line of the legend per (text, colour), then each chart under its caption."""
     y, parts = 4, []
     for name, index in legend:
-        parts.append(f'<rect x="8" y="{y + 6}" width="16" height="4" fill="{colour(index)}"/>')
-        parts.append(f'<text x="30" y="{y + 12}">{text(name)}</text>')
+        parts.append(f'<rect x="8" y="{y + 6}" width="16" height="4" fill="{palette_colour(index)}"/>')
+        parts.append(f'<text x="30" y="{y + 12}">{escape_html(name)}</text>')
         y += 18
     for caption, frame in panels:
         if frame is not None:
-            parts.append(f'<text x="8" y="{y + 20}" style="font-weight:600">{text(caption)}</text>')
+            parts.append(f'<text x="8" y="{y + 20}" style="font-weight:600">{escape_html(caption)}</text>')
             parts += [f'<g transform="translate(0 {y + 26})">', *frame.parts, "</g>"]
             y += 26 + frame.height
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 6}" width="{1.5 * WIDTH:.0f}"'
-    body = [f'{head} role="img" aria-label="{text(label)}">', f"<style>{TEXT_STYLE}</style>"]
+    body = [f'{head} role="img" aria-label="{escape_html(label)}">', f"<style>{TEXT_STYLE}</style>"]
     body += ['<rect width="100%" height="100%" fill="var(--bg)"/>', *parts, "</svg>\n"]
     return re.sub(r"var\(--(\w+)\)", lambda match: PALETTE[match[1]], "\n".join(body))
 
 
-def _area(frame: Frame, band: Band) -> None:
+def _area(frame: Frame, band: ConfidenceBand) -> None:
     over = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(band.x, band.high, strict=True)]
     under = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(band.x, band.low, strict=True)]
-    frame.add(f'<polygon points="{" ".join(over + under[::-1])}" fill="{colour(band.colour)}" opacity="0.18"/>')
+    frame.add(f'<polygon points="{" ".join(over + under[::-1])}" fill="{palette_colour(band.colour)}" opacity="0.18"/>')
 
 
-def _line(frame: Frame, s: Series) -> None:
+def _line(frame: Frame, s: LineSeries) -> None:
     pieces: list[list[str]] = [[]]
     for x, y in zip(s.x, s.y, strict=True):
         if y is None or not math.isfinite(y):
@@ -215,7 +218,7 @@ def _line(frame: Frame, s: Series) -> None:
         at = min(max(frame.y(y), TOP - 4), frame.height - BOTTOM + 4)
         pieces[-1].append(f"{frame.x(x):.1f},{at:.1f}")
         if s.dots:
-            frame.add(f'<circle cx="{frame.x(x):.1f}" cy="{at:.1f}" r="2.6" fill="{colour(s.colour)}"/>')
+            frame.add(f'<circle cx="{frame.x(x):.1f}" cy="{at:.1f}" r="2.6" fill="{palette_colour(s.colour)}"/>')
     if s.label and pieces[0]:
         right, down = map(float, pieces[0][0].split(","))
         frame.label(right + 6, down + 4, s.label, "start")
@@ -224,25 +227,27 @@ def _line(frame: Frame, s: Series) -> None:
         if len(piece) > 1:
             points = " ".join(piece)
             frame.add(
-                f'<polyline points="{points}" fill="none" stroke="{colour(s.colour)}" stroke-width="{width}" '
+                f'<polyline points="{points}" fill="none" stroke="{palette_colour(s.colour)}" stroke-width="{width}" '
                 f'opacity="{opacity}"/>'
             )
 
 
-def _legend(series: Sequence[Series]) -> str:
+def _legend(series: Sequence[LineSeries]) -> str:
     names: dict[str, int] = {}
     for s in series:
         names.setdefault(s.name, s.colour)
     marks = "".join(
         f'<span style="white-space:nowrap;margin-right:14px"><svg viewBox="0 0 16 8" '
         f'style="width:16px;display:inline-block">'
-        f'<rect y="2" width="16" height="4" fill="{colour(at)}"/></svg> {escape(name)}</span> '
+        f'<rect y="2" width="16" height="4" fill="{palette_colour(at)}"/></svg> {escape(name)}</span> '
         for name, at in names.items() if name
     )  # fmt: skip
     return f'<p class="soft">{marks}</p>'
 
 
-def forest(rows: Sequence[Row], *, margin: float | None, x_label: str, label: str, clip: float | None = None) -> str:
+def forest_plot(
+    rows: Sequence[ForestRow], *, margin: float | None, x_label: str, label: str, clip: float | None = None
+) -> str:
     """One line an arm: dots, mean and interval, over the margin as a shaded range. `clip` bounds the axis; what lies
     beyond it is drawn at the edge with an arrow and its number."""
     values = [v for r in rows for v in (*(value for value, _ in r.dots), r.mean, r.low, r.high) if v is not None]
@@ -253,9 +258,9 @@ def forest(rows: Sequence[Row], *, margin: float | None, x_label: str, label: st
     low, high = min(reach), max(reach)
     if clip is not None:
         low, high = max(low, -clip), min(high, clip)
-    room = 0.06 * (high - low)
+    padding = 0.06 * (high - low)
     height = 28 * len(rows) + TOP + BOTTOM + 14
-    frame = Frame(low - room, high + room, 0.0, float(len(rows)), height, margin=150)
+    frame = Frame(low - padding, high + padding, 0.0, float(len(rows)), height, margin=150)
 
     def at(value: float) -> float:
         return frame.x(min(max(value, frame.left), frame.right))
@@ -274,8 +279,8 @@ def forest(rows: Sequence[Row], *, margin: float | None, x_label: str, label: st
     return frame.svg(label)
 
 
-def _forest_row(frame: Frame, row: Row, y: float, at: Callable[[float], float]) -> None:
-    tint = colour(row.colour)
+def _forest_row(frame: Frame, row: ForestRow, y: float, at: Callable[[float], float]) -> None:
+    tint = palette_colour(row.colour)
     name = row.name if len(row.name) <= 24 else row.name[:23] + "…"
     frame.add(f'<text x="4" y="{y + 4:.1f}">{escape(name)}</text>')
     if row.low is not None and row.high is not None:
@@ -338,18 +343,20 @@ def _heat_cell(x: float, y: float, size: float, value: float | None, shade: floa
 
 
 @dataclass(frozen=True)
-class Box:
-    """A part of a lane. `said` is shown beside the pointer, `word` inside where it fits."""
+class TimelineBox:
+    """A box of a lane. `tooltip` is shown at the pointer, `label` inside the box where it fits."""
 
     start: float
     size: float
     colour: int
-    said: str
-    word: str = ""
+    tooltip: str
+    label: str = ""
     faint: bool = False
 
 
-def lanes(rows: Mapping[str, Sequence[Box]], *, end: float, limits: Mapping[str, float] | None = None) -> str:
+def timeline_chart(
+    rows: Mapping[str, Sequence[TimelineBox]], *, end: float, limits: Mapping[str, float] | None = None
+) -> str:
     """One lane a name, its boxes as wide as they are long on an axis from 0 to `end`; `limits` are lines across."""
     width, left, height = 1000, 150, 26
     scale, parts = (width - left - 20) / end, []
@@ -360,9 +367,10 @@ def lanes(rows: Mapping[str, Sequence[Box]], *, end: float, limits: Mapping[str,
             x, wide = left + box.start * scale, box.size * scale
             shape = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{height}"'
             opacity = ' fill-opacity="0.45"' if box.faint else ""
-            parts.append(f'<rect {shape} fill="{colour(box.colour)}"{opacity}><title>{text(box.said)}</title></rect>')
-            if box.word and wide > 7.5 * len(box.word):
-                parts.append(_lane_word(x + 4, y, box.word, "bg"))
+            fill, title = palette_colour(box.colour), escape_html(box.tooltip)
+            parts.append(f'<rect {shape} fill="{fill}"{opacity}><title>{title}</title></rect>')
+            if box.label and wide > 7.5 * len(box.label):
+                parts.append(_lane_word(x + 4, y, box.label, "bg"))
         if limits:
             at, ends = left + limits[name] * scale, f'y1="{y - 4}" y2="{y + height + 4}"'
             parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" {ends} stroke="var(--bad)" stroke-width="2"/>')
@@ -370,4 +378,4 @@ def lanes(rows: Mapping[str, Sequence[Box]], *, end: float, limits: Mapping[str,
 
 
 def _lane_word(x: float, y: float, word: str, tint: str) -> str:
-    return f'<text x="{x:.1f}" y="{y + 18}" font-size="13" fill="var(--{tint})">{text(word)}</text>'
+    return f'<text x="{x:.1f}" y="{y + 18}" font-size="13" fill="var(--{tint})">{escape_html(word)}</text>'

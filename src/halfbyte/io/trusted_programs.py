@@ -12,29 +12,29 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
-from .reading import read_bytes
+from halfbyte.io.files import read_bytes
 
-MOST_PROGRAM = 1 << 20
+MAX_PROGRAM_BYTES = 1 << 20
 _NAMED: dict[str, str] = {}  # hash -> a file with this content that the person has named
 _ONLY_NAMED: ContextVar[bool] = ContextVar("only named programs run", default=False)
 _ENDS = re.compile(r"\.py(?=:)")
 _STARTS = re.compile(r"[=,;\s]")
 
 
-class NotNamed(ValueError):
+class UntrustedProgramError(ValueError):
     """A program that some file names, and not the command."""
 
 
-class Pinned(NotNamed):
+class UntrustedPinnedProgramError(UntrustedProgramError):
     """One that the file names with its hash. Text that holds it is harmless: it cannot be run by accident."""
 
 
 @contextlib.contextmanager
-def only_named(arguments: Iterable[str] = ()) -> Iterator[None]:
+def trust_only_named_programs(arguments: Iterable[str] = ()) -> Iterator[None]:
     """Inside, text that names a program is believed only if one of `arguments` names a file with the same content
     (`--recipe mine.py:half`), or something outside did."""
     for path in (path for text in arguments for path in _paths(text) if Path(path).is_file()):
-        _NAMED[hash_of_program(path)] = path
+        _NAMED[program_digest(path)] = path
     token = _ONLY_NAMED.set(True)
     try:
         yield
@@ -48,20 +48,20 @@ def _paths(text: str) -> Iterator[str]:
         yield from (text[at : end.end()] for at in (0, *(mark.end() for mark in _STARTS.finditer(text, 0, end.end()))))
 
 
-def name_program(path: str, what: str) -> str:
+def trust_program(path: str, what: str) -> str:
     """The hash of the file that `what` names, which may run from now on; NotNamed where only named programs may."""
-    digest = hash_of_program(path)
+    digest = program_digest(path)
     if not _ONLY_NAMED.get():
         _NAMED[digest] = path  # named last: a copy that was named before may be another by now
     elif digest not in _NAMED:
-        raise NotNamed(_refusal(what))
+        raise UntrustedProgramError(_refusal(what))
     return digest
 
 
-def named_program(digest: str, what: str) -> tuple[str, bytes]:
+def trusted_program(digest: str, what: str) -> tuple[str, bytes]:
     """(path, content) of the named file with this hash; Pinned if nobody named it."""
     if digest not in _NAMED:
-        raise Pinned(_refusal(what))
+        raise UntrustedPinnedProgramError(_refusal(what))
     path = _NAMED[digest]
     source = _source(path)
     if _digest(source) != digest:
@@ -72,7 +72,7 @@ def named_program(digest: str, what: str) -> tuple[str, bytes]:
     return path, source
 
 
-def hash_of_program(path: str) -> str:
+def program_digest(path: str) -> str:
     """16 hexadecimal digits of the SHA-256 of a Python file."""
     return _digest(_source(path))
 
@@ -92,4 +92,4 @@ def _digest(source: bytes) -> str:
 def _source(path: str) -> bytes:
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}; a recipe or policy of your own is PATH/FILE.py:NAME")
-    return read_bytes(path, most=MOST_PROGRAM)
+    return read_bytes(path, most=MAX_PROGRAM_BYTES)

@@ -1,36 +1,60 @@
-"""GPU kernels for the quantize passes and the GEMM epilogue. Each module says what it cannot take.
+"""GPU kernels for the quantize passes and the GEMM epilogue. `unsupported_*` functions report what they do not support.
 
-An operand is asked for as a carrier (`code * block_scale` in bf16, for the emulated GEMM), or with `codes=` as a
-block-scaled GEMM reads it: E2M1 codes, two a byte with the even index in the low nibble (`lax.bitcast_convert_type` of
-uint8 [..., n] to float4_e2m1fn [..., n, 2] unpacks them), and E4M3 bytes, one for 16 codes. All are uint8:
+An operand is a carrier (`code * block_scale` in bf16, for the emulated GEMM), or with `code_scale_layout=` as a
+block-scaled GEMM reads it: E2M1 codes, two per byte with the even index in the low nibble (`lax.bitcast_convert_type`
+of uint8 [..., n] to float4_e2m1fn [..., n, 2] unpacks them), and E4M3 bytes, one per 16 codes. All are uint8:
 
-| call | returns |
+| call (layout o: `code_scale_layout=o`) | returns |
 |---|---|
-| `quantize(x, rows=Rowwise(s, codes=o))` | codes [tokens, features / 2], scales [tokens, features / 16] |
-| `quantize(x, columns=Columnwise(s, codes=o))` | codes [features, tokens / 2], scales [features, tokens / 16] |
-| `quantize(x, rows=..., columns=...)` | those of rows, then those of columns, in one read of x |
-| `quantize_forward(g, u, ...)` | the same of h = silu(g) u |
-| `quantize_backward(g, u, dh, dg=, du=, h=)` | row and column of dg, row and column of du, column of h: ten arrays |
+| `quantize_tiled(x, rows=RowwiseOperand(s, ...))` | codes [tokens, features / 2], scales [tokens, features / 16] |
+| `quantize_tiled(x, columns=ColumnwiseOperand(s, ...))` | [features, tokens / 2], [features, tokens / 16] |
+| `quantize_tiled(x, rows=..., columns=...)` | those of rows, then those of columns, in one read of x |
+| `swiglu_quantize_forward(g, u, ...)` | the same of h = silu(g) u |
+| `swiglu_quantize_backward(g, u, dh, dg=, du=, h=)` | row and column of dg, of du, column of h: ten arrays |
 
-`mxfp8.quantize`, `mxfp8.quantize_forward` and `mxfp8.quantize_backward` give the same for MXFP8, from one read and
-without maxima: a byte a code, an E8M0 byte for 32 of them.
+`quantize_mxfp8`, `quantize_swiglu_mxfp8` and `quantize_swiglu_backward_mxfp8` of `mxfp8_quantize` return the same for
+MXFP8, from one read and without an amax pass: one byte per code, an E8M0 byte per 32 codes.
 
-`eden.quantize` gives a carrier of what is transformed in runs of 128, or packed codes of it, under MS-EDEN.
+`ms_eden.eden_quantize` transforms runs of 128 and returns a carrier, or packed codes, under MS-EDEN.
 
-`Rowwise` and `Columnwise` take the scale rule of a format (`rule`, NVFP4's unless given) and a `rounding` for operands
-with a key; `quantize_weight` a rule and an axis.
+`RowwiseOperand` and `ColumnwiseOperand` take the scale rule of a format (`rule`, by default NVFP4's) and a `rounding`
+for operands with a key; `quantize_weight_kernel` takes a rule and an axis.
 
-`o` is `ScaleOrder.PLAIN`, or `ScaleOrder.TILED` for scales in the 128x4 tiles of `formats.tile_scales`, flat. The
-maxima and `tensor_scales` are those of the carriers. Any width is taken; the last block of one that is no multiple of
-16 is filled up with zeros, so that rows have ceil(features / 16) * 8 bytes.
+`o` is `ScaleLayout.PLAIN`, or `ScaleLayout.TILED` for scales in the 128x4 tiles of `formats.swizzle_scales`, flat.
+Codes have the same amaxes and `compute_tensor_scales` as carriers. Every width is supported: the last block of a width
+that is not a multiple of 16 is padded with zeros, so that rows have ceil(features / 16) * 8 bytes.
 """
 
-from halfbyte.kernels import eden, f8, mxfp8
-from halfbyte.kernels.gated import backward_maxima, forward_maxima, quantize_backward, quantize_forward
-from halfbyte.kernels.interpret import interpreted
-from halfbyte.kernels.layout import Tiling, unsupported
-from halfbyte.kernels.matmul import GemmTiling, matmul
-from halfbyte.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
-from halfbyte.kernels.scale import amax_bits, scales_and_factors, tensor_scale, tensor_scales, top_of
-from halfbyte.kernels.scale_order import ScaleOrder
-from halfbyte.kernels.weights import WEIGHTS, pack_weight, quantize_weight, weight_maxima
+from typing import TYPE_CHECKING
+
+from halfbyte.kernels import fp8_cast, ms_eden, mxfp8_quantize
+from halfbyte.kernels.hopper_gemm import GemmTiling, matmul
+from halfbyte.kernels.mosaic_launch import interpret_kernels
+from halfbyte.kernels.nvfp4_tiled import (
+    ColumnwiseOperand,
+    GlobalWindow,
+    RowwiseOperand,
+    partial_amax,
+    quantize_tiled,
+    unpack_tiled,
+)
+from halfbyte.kernels.nvfp4_weight import WEIGHT_DTYPES, pack_weight_kernel, quantize_weight_kernel, weight_partial_amax
+from halfbyte.kernels.packed_codes import ScaleLayout
+from halfbyte.kernels.swiglu_quantize import (
+    swiglu_backward_amax,
+    swiglu_forward_amax,
+    swiglu_quantize_backward,
+    swiglu_quantize_forward,
+)
+from halfbyte.kernels.tensor_scale_kernel import (
+    amax_target,
+    amax_to_bits,
+    compute_scales_and_alphas,
+    compute_tensor_scale,
+    compute_tensor_scales,
+)
+from halfbyte.kernels.triton_launch import PassTiling, unsupported_tiled
+from halfbyte.renamed import old_names
+
+if not TYPE_CHECKING:
+    __getattr__ = old_names(__name__)

@@ -1,9 +1,9 @@
-"""FP8 codes of a tensor in both orders from one read: as it lies, and transposed.
+"""FP8 codes of a tensor in both orders from one read: token-major, and transposed.
 
     code = f8_rne_saturating(x * S),   S = top / amax of the whole tensor
 
-An 8-bit GEMM on Hopper wants the contraction last on both sides. With one scale a tensor the codes of x and of x^T are
-the same numbers, so FPROP reads the codes of x [tokens, inputs] and WGRAD those of x^T, and likewise for dy and W.
+An 8-bit GEMM on Hopper wants the contraction last on both sides. With one per-tensor scale the codes of x and of x^T
+are the same numbers, so FPROP reads the codes of x [tokens, inputs] and WGRAD those of x^T, and likewise for dy and W.
 Each program casts a tile and writes it twice; the transposition goes through shared memory.
 """
 
@@ -18,33 +18,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from halfbyte.formats import E4M3, E5M2
-from halfbyte.kernels import layout
-from halfbyte.kernels.gated import backward_words, forward_words
-from halfbyte.kernels.interpret import is_interpreted
-from halfbyte.kernels.machine import Machine, Word, Words
-from halfbyte.kernels.scale import ENCODE
-from halfbyte.kernels.stacks import Layer
-from halfbyte.kernels.tile import evaluate
-from halfbyte.later import later
+from halfbyte.io.lazy_import import lazy_module
+from halfbyte.kernels import triton_launch
+from halfbyte.kernels.lane_ops import LaneOps, Word, Words
+from halfbyte.kernels.mosaic_launch import StackSlice, is_interpreting
+from halfbyte.kernels.swiglu_quantize import swiglu_backward_row, swiglu_forward_row
+from halfbyte.kernels.tensor_scale_kernel import ENCODE
+from halfbyte.kernels.triton_launch import emit_tile_body
 
-plgpu = later("jax.experimental.pallas.triton")
-ELEMENTS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-TOPS = {"e4m3": E4M3.max, "e5m2": E5M2.max}
-COLUMNS = 4  # elements of one assembly block: four codes make one word
+plgpu = lazy_module("jax.experimental.pallas.triton")
+FP8_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+FP8_MAX = {"e4m3": E4M3.max, "e5m2": E5M2.max}
+COLUMNS_PER_LANE = 4  # elements of one assembly block: four codes make one word
 
 
 @dataclasses.dataclass(frozen=True)
-class F8Tiling:
+class Fp8Tiling:
     rows: int = 128
     columns: int = 64
     warps: int = 4
 
 
-TILING = F8Tiling(64, 64, 4)
-BACKWARD_TILING = F8Tiling(128, 128, 8)
+TILING = Fp8Tiling(64, 64, 4)
+BACKWARD_TILING = Fp8Tiling(128, 128, 8)
 
 
-def unsupported(rows: int, columns: int, *, capability: tuple[int, int] | None = None) -> str | None:
+def unsupported_fp8(rows: int, columns: int, *, capability: tuple[int, int] | None = None) -> str | None:
     """Why the FP8 kernels cannot take a [rows, columns] array, or None."""
     for name, size, tile in (("rows", rows, BACKWARD_TILING.rows), ("columns", columns, BACKWARD_TILING.columns)):
         if size % tile:
@@ -55,34 +54,34 @@ def unsupported(rows: int, columns: int, *, capability: tuple[int, int] | None =
 
 
 @dataclasses.dataclass(frozen=True)
-class Cast:
-    """One tensor to cast: which of those made, its element, and the orders wanted."""
+class Fp8Cast:
+    """One tensor to cast: its index among those computed, its element, and the orders to write."""
 
     tensor: int
     element: str
-    plain: bool = True
-    turned: bool = True
+    as_stored: bool = True
+    transposed: bool = True
 
 
-@layout.once("element", "plain", "turned", "tiling")
-def cast(
-    x: jax.Array | Layer,
+@triton_launch.jit_per_shape("element", "plain", "turned", "tiling")
+def fp8_cast_transpose(
+    x: jax.Array | StackSlice,
     scale: jax.Array,
     *,
     element: str = "e4m3",
     plain: bool = True,
     turned: bool = True,
-    tiling: F8Tiling = TILING,
+    tiling: Fp8Tiling = TILING,
 ) -> tuple[jax.Array, ...]:
     """Codes of x [rows, columns] (bf16 or float32) as float8, and of its transpose [columns, rows], as asked.
 
-    `scale` is the vector of `tensor_scale(..., top=TOPS[element])`.
+    `scale` is the vector of `compute_tensor_scale(..., top=FP8_MAX[element])`.
     """
-    jobs = [Cast(0, element, plain, turned)]
+    jobs = [Fp8Cast(0, element, plain, turned)]
     return _run([x], lambda m, words: [words[0]], jobs, [scale], tiling, "f8_cast")
 
 
-def cast_forward(
+def fp8_swiglu_cast_forward(
     g: jax.Array,
     u: jax.Array,
     scale: jax.Array,
@@ -90,35 +89,35 @@ def cast_forward(
     element: str = "e4m3",
     plain: bool = True,
     turned: bool = False,
-    tiling: F8Tiling = TILING,
+    tiling: Fp8Tiling = TILING,
 ) -> tuple[jax.Array, ...]:
-    """Codes of h = silu(g) * u, as `cast` gives them, from one read of g and u."""
-    jobs = [Cast(0, element, plain, turned)]
-    return _run([g, u], lambda m, w: [forward_words(m, *w)], jobs, [scale], tiling, "f8_swiglu_forward")
+    """Codes of h = silu(g) * u, as `fp8_cast_transpose`, from one read of g and u."""
+    jobs = [Fp8Cast(0, element, plain, turned)]
+    return _run([g, u], lambda m, w: [swiglu_forward_row(m, *w)], jobs, [scale], tiling, "f8_swiglu_forward")
 
 
-def cast_backward(
-    g: jax.Array | Layer,
-    u: jax.Array | Layer,
+def fp8_swiglu_cast_backward(
+    g: jax.Array | StackSlice,
+    u: jax.Array | StackSlice,
     dh: jax.Array,
     scales: Sequence[jax.Array],
     *,
     gradient: str = "e5m2",
     element: str = "e4m3",
-    tiling: F8Tiling = BACKWARD_TILING,
+    tiling: Fp8Tiling = BACKWARD_TILING,
 ) -> tuple[jax.Array, ...]:
     """dg, dg^T, du, du^T in `gradient` and h^T in `element`, from one read; `scales` are those of dg, du and h."""
-    jobs = [Cast(0, gradient), Cast(1, gradient), Cast(2, element, plain=False)]
-    make = lambda m, words: list(backward_words(m, *words))  # noqa: E731
+    jobs = [Fp8Cast(0, gradient), Fp8Cast(1, gradient), Fp8Cast(2, element, as_stored=False)]
+    make = lambda m, words: list(swiglu_backward_row(m, *words))  # noqa: E731
     return _run([g, u, dh], make, jobs, scales, tiling, "f8_swiglu_backward")
 
 
 def _run(
-    arrays: Sequence[jax.Array | Layer],
+    arrays: Sequence[jax.Array | StackSlice],
     make: Callable[..., Sequence[Any]],
-    jobs: Sequence[Cast],
+    jobs: Sequence[Fp8Cast],
     scales: Sequence[jax.Array],
-    tiling: F8Tiling,
+    tiling: Fp8Tiling,
     name: str,
 ) -> tuple[jax.Array, ...]:
     rows, columns = arrays[0].shape
@@ -129,40 +128,39 @@ def _run(
         made = make(m, words)
         return [[_code_word(m, made[job.tensor], encodes[job.tensor], job.element)] for job in jobs]
 
-    indices = [array.index.reshape(1) for array in arrays if isinstance(array, Layer)]
+    indices = [array.index.reshape(1) for array in arrays if isinstance(array, StackSlice)]
 
     def kernel(*refs):
         reads, a, s = list(refs), len(arrays), len(arrays) + len(scales)
         given, numbers, outs = reads[a:s], reads[s : s + len(indices)], reads[s + len(indices) :]
-        inputs = layout.in_layers(arrays, reads[:a], numbers)
+        inputs = triton_launch.stack_slice_refs(arrays, reads[:a], numbers)
         encodes = [ref[ENCODE] for ref in given]
-        tiles = evaluate(
-            body,
-            [ref[...] for ref in inputs],
-            encodes,
-            outputs=[jnp.int8] * len(jobs),
-            columns=COLUMNS,
+        tiles = emit_tile_body(
+            body, [ref[...] for ref in inputs], encodes, outputs=[jnp.int8] * len(jobs), columns=COLUMNS_PER_LANE
         )
         for job, tile in zip(jobs, tiles, strict=True):
-            if job.plain:
+            if job.as_stored:
                 outs.pop(0)[...] = tile
-            if job.turned:
+            if job.transposed:
                 outs.pop(0)[...] = tile.T
 
     block = pl.BlockSpec((tiling.rows, tiling.columns), lambda j, i: (i, j))
     block_turned = pl.BlockSpec((tiling.columns, tiling.rows), lambda j, i: (j, i))
     specs, shapes, elements = [], [], []
     for job in jobs:
-        for wanted, spec, shape in ((job.plain, block, (rows, columns)), (job.turned, block_turned, (columns, rows))):
+        for wanted, spec, shape in (
+            (job.as_stored, block, (rows, columns)),
+            (job.transposed, block_turned, (columns, rows)),
+        ):
             if wanted:
                 specs.append(spec)
                 shapes.append(jax.ShapeDtypeStruct(shape, jnp.int8))
-                elements.append(ELEMENTS[job.element])
+                elements.append(FP8_DTYPES[job.element])
     small = [*scales, *indices]
     whole = [pl.BlockSpec(s.shape, functools.partial(lambda n, *_: (0,) * n, s.ndim)) for s in small]
 
-    def in_spec(array: jax.Array | Layer) -> pl.BlockSpec:
-        if not isinstance(array, Layer):
+    def in_spec(array: jax.Array | StackSlice) -> pl.BlockSpec:
+        if not isinstance(array, StackSlice):
             return block
         return pl.BlockSpec((array.stack.shape[0], tiling.rows, tiling.columns), lambda j, i: (0, i, j))
 
@@ -173,13 +171,13 @@ def _run(
         out_specs=specs,
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=1),
-        interpret=is_interpreted(),
+        interpret=is_interpreting(),
         name=name,
-    )(*(array.stack if isinstance(array, Layer) else array for array in arrays), *small)
+    )(*(array.stack if isinstance(array, StackSlice) else array for array in arrays), *small)
     return tuple(lax.bitcast_convert_type(a, e) for a, e in zip(made, elements, strict=True))
 
 
-def _code_word(m: Machine, words: Words, encode: Word, element: str) -> Word:
+def _code_word(m: LaneOps, words: Words, encode: Word, element: str) -> Word:
     """Four codes from two words of bf16 pairs, or from four float32."""
-    values = words if len(words) == COLUMNS else [half(w) for w in words for half in (m.low, m.high)]
+    values = words if len(words) == COLUMNS_PER_LANE else [half(w) for w in words for half in (m.low_bf16, m.high_bf16)]
     return m.f8_word([m.fmul(v, encode) for v in values], element)

@@ -1,24 +1,24 @@
-"""Kernels without tiles: a body that finds its own place, reads and writes memory itself, on both machines of `ptx.py`.
+"""Lane ops of kernels without tiles: a body computes its position and loads and stores memory itself.
 
-A body runs once a *lane* of every program. On the GPU its whole text is one inline-assembly block; on the host the same
-body runs once in NumPy, over arrays [programs, warps, blocks, lanes of a block], so that tests see the addresses, masks
-and exchanges that the GPU will use. Addresses are an array and a byte offset; a transfer moves 1, 2 or 4 units of 1, 2
-or 4 bytes, and a lane whose `where` is false reads zero and writes nothing.
+A body runs once per *lane* of every program. On the GPU its whole text is one inline-assembly block; on the host the
+same body runs once in NumPy, over arrays [programs, warps, blocks, lanes of a block], so that tests see the addresses,
+masks and exchanges that the GPU will use. Addresses are an array and a byte offset; a transfer moves 1, 2 or 4 units of
+1, 2 or 4 bytes, and a lane whose `where` is false reads zero and writes nothing.
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from halfbyte.kernels.machine import Address
-from halfbyte.kernels.ptx import Ptx, Reg, instruction
-from halfbyte.kernels.vector import Vector
+from halfbyte.kernels.lane_ops import Address
+from halfbyte.kernels.numpy_lanes import NumpyLaneOps
+from halfbyte.kernels.ptx_lanes import PtxLaneOps, PtxRegister, ptx_instruction
 
-SHARED = -1  # the array that is a program's shared memory
+SHARED_ARRAY_ID = -1  # the array that is a program's shared memory
 GROUP_BARRIER = "bar.sync barrier, 128;"  # of the 128 lanes of one program
 
 
-class PtxMemory(Ptx):
+class PtxLaneMemoryOps(PtxLaneOps):
     """Writes the whole kernel: operand i of the assembly block is the address of array i. Of an array in `layers` it is
     that of a stack, and (n, bytes) says how long its layers are and that operand n has the number of the one meant.
     """
@@ -29,8 +29,8 @@ class PtxMemory(Ptx):
         self.shared_bytes = 0
         self.layers = layers or {}
 
-    def text(self, programs: int, blocks: int, groups: int) -> str:
-        """The kernel of `blocks` blocks of `groups` warpgroups, each of which runs one program after the other."""
+    def kernel_source(self, programs: int, blocks: int, groups: int) -> str:
+        """Returns the kernel of `blocks` CTAs of `groups` warpgroups, each of which loops over programs."""
         declared = {"r": ".b32", "f": ".f32", "h": ".b16", "p": ".pred", "d": ".b64"}
         lines = [f".reg {declared[k]} {k}<{n}>;" for k, n in self.count.items() if n]
         if self.shared_bytes:
@@ -71,40 +71,40 @@ class PtxMemory(Ptx):
         lines += ["mov.u32 program, following;", f"setp.lt.u32 more, program, {programs};"]
         return [*lines, "@more bra.uni again;", "done:"]
 
-    def program(self) -> Reg:
-        return Reg("program", "r")
+    def program_id(self) -> PtxRegister:
+        return PtxRegister("program", "r")
 
-    def following(self) -> Reg:
+    def next_program_id(self) -> PtxRegister:
         """The program that this one's lanes run next; there may be none of that number."""
-        return Reg("following", "r")
+        return PtxRegister("following", "r")
 
     def prefetch(self, at, where):
-        """Has the cache read what lies there."""
-        self.lines.append(f"@{where.name} prefetch.global.L2 [{at.place.name}];")
+        """Prefetches the address into the cache."""
+        self.lines.append(f"@{where.name} prefetch.global.L2 [{at.offset.name}];")
 
-    def thread(self) -> Reg:
+    def thread_id(self) -> PtxRegister:
         """This lane's number among those of its program."""
-        return Reg("thread", "r")
+        return PtxRegister("thread", "r")
 
-    def divide(self, a, k):
+    def u32_div_const(self, a, k):
         """a // k for a < 2**31, by a product (Granlund and Montgomery, 1994): assemblers divide at run time."""
         bits = (k - 1).bit_length()
         if k == 1 << bits:
             return self.shr(a, bits) if bits else a
         return self.shr(self.multiply_high(a, (1 << (31 + bits)) // k + 1), bits - 1)
 
-    def remainder(self, a, k):
-        return self.imad(self.divide(a, k), -k, a)
+    def u32_mod_const(self, a, k):
+        return self.imad(self.u32_div_const(a, k), -k, a)
 
-    multiply_high = instruction("mul.hi.u32", "rrr")
-    larger = instruction("max.u32", "rrr")  # of two unsigned numbers
+    multiply_high = ptx_instruction("mul.hi.u32", "rrr")
+    u32_max = ptx_instruction("max.u32", "rrr")  # of two unsigned numbers
 
-    def both(self, p, q):
+    def logical_and(self, p, q):
         out = self.reg("p")
         self.lines.append(f"and.pred {out.name}, {p.name}, {q.name};")
         return out
 
-    def flag(self, p):
+    def predicate_to_u32(self, p):
         """1 where p holds, else 0."""
         out = self.reg("r")
         self.lines.append(f"selp.b32 {out.name}, 1, 0, {p.name};")
@@ -113,7 +113,7 @@ class PtxMemory(Ptx):
     def address(self, array, index, size):
         """Element `index` of an array whose elements have `size` bytes."""
         text = self._text(index, "r")
-        if array == SHARED:
+        if array == SHARED_ARRAY_ID:
             out = self.reg("r")
             self.lines.append(f"mad.lo.u32 {out.name}, {text}, {size}, shared_start;")
             return Address(array, out)
@@ -127,7 +127,7 @@ class PtxMemory(Ptx):
         words = [self.reg("r") for _ in range(count)]
         if where is not None:
             self.lines += [f"mov.b32 {w.name}, 0;" for w in words]
-        space = "shared" if at.array == SHARED else "global.nc"
+        space = "shared" if at.array == SHARED_ARRAY_ID else "global.nc"
         vector = "" if count == 1 else f".v{count}"
         target = words[0].name if count == 1 else "{" + ", ".join(w.name for w in words) + "}"
         kind = {4: "b32", 2: "u16", 1: "u8"}[size]
@@ -136,7 +136,7 @@ class PtxMemory(Ptx):
             if where is not None:
                 self.lines += [f"mov.b16 {h.name}, 0;" for h in halves]
             target = halves[0].name if count == 1 else "{" + ", ".join(h.name for h in halves) + "}"
-        self.lines.append(f"{_guard(where)}ld.{space}{vector}.{kind} {target}, [{at.place.name}+{offset}];")
+        self.lines.append(f"{_predicate_prefix(where)}ld.{space}{vector}.{kind} {target}, [{at.offset.name}+{offset}];")
         if size == 2:
             self.lines += [f"cvt.u32.u16 {w.name}, {h.name};" for w, h in zip(words, halves, strict=True)]
         return words
@@ -148,21 +148,21 @@ class PtxMemory(Ptx):
             halves = [self.reg("h") for _ in names]
             self.lines += [f"cvt.u16.u32 {h.name}, {n};" for h, n in zip(halves, names, strict=True)]
             names = [h.name for h in halves]
-        space = "shared" if at.array == SHARED else "global"
+        space = "shared" if at.array == SHARED_ARRAY_ID else "global"
         vector = "" if len(names) == 1 else f".v{len(names)}"
         source = names[0] if len(names) == 1 else "{" + ", ".join(names) + "}"
         kind = {4: "b32", 2: "u16", 1: "u8"}[size]
-        self.lines.append(f"{_guard(where)}st.{space}{vector}.{kind} [{at.place.name}+{offset}], {source};")
+        self.lines.append(f"{_predicate_prefix(where)}st.{space}{vector}.{kind} [{at.offset.name}+{offset}], {source};")
 
-    def next_lane(self, x):
+    def shuffle_down_1(self, x):
         """The value of the lane after this one in its warp; the last lane's is its own."""
         return self._op("shfl.sync.down.b32", "rrrrr", x, 1, 31, 0xFFFFFFFF)
 
-    def from_tile(self, x, tile):
+    def shuffle_from_block(self, x, tile):
         """The value of the lane that has this one's place among the lanes of another block of the warp."""
         return self._op("shfl.sync.idx.b32", "rrrrr", x, tile * self.lanes, ((self.lanes - 1) << 8) | 31, 0xFFFFFFFF)
 
-    def share(self, count: int) -> int:
+    def alloc_shared(self, count: int) -> int:
         """Where `count` more bytes of shared memory begin, a multiple of 16."""
         start = self.shared_bytes
         self.shared_bytes += -(-count // 16) * 16
@@ -171,8 +171,8 @@ class PtxMemory(Ptx):
     def barrier(self) -> None:
         self.lines.append(GROUP_BARRIER)
 
-    def repeat(self, count, turn, held):
-        """`held`, float32, after held = turn(number, held) for the numbers 0 to `count` - 1: one loop."""
+    def fori_loop(self, count, turn, held):
+        """Returns `held`, float32, after held = turn(i, held) for i from 0 to `count` - 1: one loop."""
         number, more, label = self.word(0), self.reg("p"), f"turn_{len(self.lines)}"
         kept = [self.reg("f") for _ in held]
         self._set(kept, held)
@@ -190,11 +190,11 @@ class PtxMemory(Ptx):
         self.lines += [f"mov.f32 {r.name}, {text};" for r, text in zip(registers, texts, strict=True)]
 
 
-def _guard(where):
+def _predicate_prefix(where):
     return "" if where is None else f"@{where.name} "
 
 
-class VectorMemory(Vector):
+class NumpyLaneMemoryOps(NumpyLaneOps):
     """All lanes of all programs at once; `arrays` are flat uint8 arrays, those that are written among them."""
 
     def __init__(self, columns: int, arrays: Sequence[np.ndarray], programs: int, warps: int, lanes: int | None = None):
@@ -209,80 +209,82 @@ class VectorMemory(Vector):
         kept = [n if a in axes else 1 for a, n in enumerate(self.shape)]
         return np.broadcast_to(numbers.reshape(kept), self.shape)
 
-    def program(self) -> np.ndarray:
+    def program_id(self) -> np.ndarray:
         return self._along((0,))
 
-    def following(self) -> np.ndarray:
-        return self.program() + np.uint32(1)
+    def next_program_id(self) -> np.ndarray:
+        return self.program_id() + np.uint32(1)
 
     def prefetch(self, at, where):
         """There is no cache."""
 
-    def thread(self) -> np.ndarray:
+    def thread_id(self) -> np.ndarray:
         return self._along((1, 2, 3))
 
-    divide, remainder = PtxMemory.divide, PtxMemory.remainder
+    u32_div_const, u32_mod_const = PtxLaneMemoryOps.u32_div_const, PtxLaneMemoryOps.u32_mod_const
 
     def multiply_high(self, a, b):
-        return ((self.bits(a).astype(np.uint64) * self.bits(b).astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+        return ((self.as_u32(a).astype(np.uint64) * self.as_u32(b).astype(np.uint64)) >> np.uint64(32)).astype(
+            np.uint32
+        )
 
-    def larger(self, a, b):
-        return np.maximum(self.bits(a), self.bits(b))
+    def u32_max(self, a, b):
+        return np.maximum(self.as_u32(a), self.as_u32(b))
 
-    def both(self, p, q):
+    def logical_and(self, p, q):
         return p & q
 
-    def flag(self, p):
+    def predicate_to_u32(self, p):
         return p.astype(np.uint32)
 
     def address(self, array, index, size):
-        return Address(array, np.broadcast_to(self.bits(index).astype(np.int64) * size, self.shape))
+        return Address(array, np.broadcast_to(self.as_u32(index).astype(np.int64) * size, self.shape))
 
     def _bytes(self, at: Address) -> np.ndarray:
-        return self.shared if at.array == SHARED else self.arrays[at.array]
+        return self.shared if at.array == SHARED_ARRAY_ID else self.arrays[at.array]
 
-    def _places(self, at, start, where):
+    def _byte_indices(self, at, start, where):
         chosen = np.broadcast_to(True if where is None else where, self.shape)
-        places = at.place[chosen] + start
-        return (self.program()[chosen], places) if at.array == SHARED else (places,)
+        places = at.offset[chosen] + start
+        return (self.program_id()[chosen], places) if at.array == SHARED_ARRAY_ID else (places,)
 
     def load(self, at, count=1, *, offset=0, size=4, where=None):
         chosen, words = np.broadcast_to(True if where is None else where, self.shape), []
-        _check_aligned(at.place[chosen] + offset, count * size)
+        _check_aligned(at.offset[chosen] + offset, count * size)
         for unit in range(count):
             word = np.zeros(self.shape, np.uint32)
             for byte in range(size):
-                places = self._places(at, offset + unit * size + byte, where)
+                places = self._byte_indices(at, offset + unit * size + byte, where)
                 word[chosen] |= self._bytes(at)[places].astype(np.uint32) << np.uint32(8 * byte)
             words.append(word)
         return words
 
     def store(self, at, words, *, offset=0, size=4, where=None):
         chosen = np.broadcast_to(True if where is None else where, self.shape)
-        _check_aligned(at.place[chosen] + offset, len(words) * size)
+        _check_aligned(at.offset[chosen] + offset, len(words) * size)
         for unit, word in enumerate(words):
-            bits = np.broadcast_to(self.bits(word), self.shape)[chosen]
+            bits = np.broadcast_to(self.as_u32(word), self.shape)[chosen]
             for byte in range(size):
-                places = self._places(at, offset + unit * size + byte, where)
+                places = self._byte_indices(at, offset + unit * size + byte, where)
                 self._bytes(at)[places] = (bits >> np.uint32(8 * byte)).astype(np.uint8)
 
-    def swap(self, x, bit):
-        lanes = self.bits(x).reshape(*self.shape[:2], 32)
+    def shuffle_xor(self, x, bit):
+        lanes = self.as_u32(x).reshape(*self.shape[:2], 32)
         return lanes[..., np.arange(32) ^ bit].reshape(self.shape)
 
-    def next_lane(self, x):
-        lanes = self.bits(x).reshape(*self.shape[:2], 32)
+    def shuffle_down_1(self, x):
+        lanes = self.as_u32(x).reshape(*self.shape[:2], 32)
         return lanes[..., np.minimum(np.arange(32) + 1, 31)].reshape(self.shape)
 
-    def from_tile(self, x, tile):
-        return np.broadcast_to(self.bits(x)[:, :, tile : tile + 1], self.shape)
+    def shuffle_from_block(self, x, tile):
+        return np.broadcast_to(self.as_u32(x)[:, :, tile : tile + 1], self.shape)
 
-    share = PtxMemory.share
+    alloc_shared = PtxLaneMemoryOps.alloc_shared
 
     def barrier(self) -> None:
         """All lanes are always at the same instruction."""
 
-    def repeat(self, count, turn, held):
+    def fori_loop(self, count, turn, held):
         for number in range(count):
             held = turn(np.uint32(number), held)
         return list(held)

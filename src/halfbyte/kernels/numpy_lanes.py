@@ -1,4 +1,4 @@
-"""The operations of `ptx.py` on arrays: how kernel bodies run, and are tested, without a GPU."""
+"""Lane ops on NumPy arrays: kernel bodies run, and are tested, without a GPU."""
 
 from collections.abc import Callable
 
@@ -6,18 +6,18 @@ import ml_dtypes
 import numpy as np
 
 
-def of_bits(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """A method of `Vector` that is one operation of NumPy on words."""
-    return lambda self, *args: operation(*(self.bits(x) for x in args))
+def numpy_u32_op(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Returns a method of `NumpyLaneOps` that is one NumPy operation on words."""
+    return lambda self, *args: operation(*(self.as_u32(x) for x in args))
 
 
-def of_reals(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+def numpy_f32_op(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """The same on float32 numbers."""
-    return lambda self, *args: operation(*(self.real(x) for x in args))
+    return lambda self, *args: operation(*(self.as_f32(x) for x in args))
 
 
-class Vector:
-    """Evaluates the operations of `Ptx` on uint32 and float32 arrays whose last axis is the lanes of one block.
+class NumpyLaneOps:
+    """Evaluates the operations of `LaneOps` on uint32 and float32 arrays whose last axis is the lanes of one block.
 
     NumPy arrays: denormals are kept, on every platform, and nothing is compiled.
     """
@@ -25,40 +25,40 @@ class Vector:
     def __init__(self, columns: int):
         self.columns = columns
 
-    def bits(self, x):
+    def as_u32(self, x):
         return np.uint32(x & 0xFFFFFFFF) if isinstance(x, int) else x.view(np.uint32)
 
-    def real(self, x):
+    def as_f32(self, x):
         return np.float32(x) if isinstance(x, float) else x.view(np.float32)
 
-    and_ = of_bits(np.bitwise_and)
-    or_ = of_bits(np.bitwise_or)
-    xor = of_bits(np.bitwise_xor)
-    iadd = of_bits(np.add)
-    less = of_bits(np.less)
+    and_ = numpy_u32_op(np.bitwise_and)
+    or_ = numpy_u32_op(np.bitwise_or)
+    xor = numpy_u32_op(np.bitwise_xor)
+    iadd = numpy_u32_op(np.add)
+    less = numpy_u32_op(np.less)
 
     def shl(self, a, k):
-        return self.bits(a) << np.uint32(k)
+        return self.as_u32(a) << np.uint32(k)
 
     def shr(self, a, k):
-        return self.bits(a) >> np.uint32(k)
+        return self.as_u32(a) >> np.uint32(k)
 
     def imad(self, a, b, c):
-        return self.bits(a) * self.bits(b) + self.bits(c)
+        return self.as_u32(a) * self.as_u32(b) + self.as_u32(c)
 
-    def choose(self, p, a, b):
-        return np.where(p, self.bits(a), self.bits(b))
+    def select_if(self, p, a, b):
+        return np.where(p, self.as_u32(a), self.as_u32(b))
 
     def prmt(self, a, b, selector):
         picked = []
         for i in range(4):
             k = (selector >> (4 * i)) & 7
-            byte = (self.bits(a if k < 4 else b) >> np.uint32(8 * (k % 4))) & np.uint32(0xFF)
+            byte = (self.as_u32(a if k < 4 else b) >> np.uint32(8 * (k % 4))) & np.uint32(0xFF)
             picked.append(byte << np.uint32(8 * i))
         return picked[0] | picked[1] | picked[2] | picked[3]
 
     def _halves(self, w):
-        return self.bits(w) & np.uint32(0xFFFF), self.bits(w) >> np.uint32(16)
+        return self.as_u32(w) & np.uint32(0xFFFF), self.as_u32(w) >> np.uint32(16)
 
     def max_u16x2(self, a, b):
         (a0, a1), (b0, b1) = self._halves(a), self._halves(b)
@@ -70,49 +70,49 @@ class Vector:
 
     def max_abs_bf16x2(self, a, b):
         mask = np.uint32(0x7FFF7FFF)
-        return self.max_u16x2(self.bits(a) & mask, self.bits(b) & mask) | np.uint32(0x80000000)
+        return self.max_u16x2(self.as_u32(a) & mask, self.as_u32(b) & mask) | np.uint32(0x80000000)
 
-    def merge(self, a, b, mask):
-        return (self.bits(a) & np.uint32(mask)) | (self.bits(b) & ~np.uint32(mask))
+    def bit_select(self, a, b, mask):
+        return (self.as_u32(a) & np.uint32(mask)) | (self.as_u32(b) & ~np.uint32(mask))
 
-    fmul = of_reals(np.multiply)
-    fadd = of_reals(np.add)
-    fsub = of_reals(np.subtract)
-    fdiv = of_reals(np.divide)
-    fless = of_reals(np.less)
-    fabs = of_reals(np.abs)
-    fmin = of_reals(np.fmin)
-    fmax = fmax_nan = of_reals(np.maximum)
-    sqrt = of_reals(np.sqrt)
+    fmul = numpy_f32_op(np.multiply)
+    fadd = numpy_f32_op(np.add)
+    fsub = numpy_f32_op(np.subtract)
+    fdiv = numpy_f32_op(np.divide)
+    fless = numpy_f32_op(np.less)
+    fabs = numpy_f32_op(np.abs)
+    fmin = numpy_f32_op(np.fmin)
+    fmax = fmax_nan = numpy_f32_op(np.maximum)
+    sqrt = numpy_f32_op(np.sqrt)
 
     def with_sign(self, magnitude, sign):
-        return self.merge(magnitude, sign, 0x7FFF7FFF)
+        return self.bit_select(magnitude, sign, 0x7FFF7FFF)
 
     def ffma(self, a, b, c):
-        return self.real(a) * self.real(b) + self.real(c)
+        return self.as_f32(a) * self.as_f32(b) + self.as_f32(c)
 
-    def ffma_cut(self, a, b, c):
-        exact = self.real(a).astype(np.float64) * b + c  # where float64 rounds, it rounds to a, whose sum is cut to a
+    def ffma_rz(self, a, b, c):
+        exact = self.as_f32(a).astype(np.float64) * b + c  # where float64 rounds, it rounds to a, whose sum is cut to a
         near = exact.astype(np.float32)
         return (near.view(np.uint32) - (near > exact)).view(np.float32)
 
-    def quotient(self, a, number):
-        return self.real(a) / np.float32(number)
+    def div_by_pow2_multiple(self, a, number):
+        return self.as_f32(a) / np.float32(number)
 
-    def divisor(self, b):
-        return self.real(b)
+    def prepare_divisor(self, b):
+        return self.as_f32(b)
 
-    def over(self, a, divisor):
-        return np.where(divisor == 0, np.float32(0), self.real(a) / divisor)
+    def div_prepared(self, a, divisor):
+        return np.where(divisor == 0, np.float32(0), self.as_f32(a) / divisor)
 
-    def number(self, a):
-        return self.bits(a).astype(np.float32)
+    def u32_to_f32(self, a):
+        return self.as_u32(a).astype(np.float32)
 
     def reciprocal(self, a):
-        return np.float32(1) / self.real(a)
+        return np.float32(1) / self.as_f32(a)
 
     def sigmoid(self, a):
-        return np.float32(1) / (np.float32(1) + np.exp(-self.real(a)))
+        return np.float32(1) / (np.float32(1) + np.exp(-self.as_f32(a)))
 
     def round_grid(self, y, e):
         magic = e * np.float32(6291456)
@@ -121,20 +121,22 @@ class Vector:
     def floor_grid(self, y, e):
         return np.floor(y / (e * np.float32(0.5))) * (e * np.float32(0.5))
 
-    def low(self, w):
-        return self.real(self.shl(w, 16))
+    def low_bf16(self, w):
+        return self.as_f32(self.shl(w, 16))
 
-    def high(self, w):
-        return self.real(self.and_(w, 0xFFFF0000))
+    def high_bf16(self, w):
+        return self.as_f32(self.and_(w, 0xFFFF0000))
 
     def pack_exact(self, lo, hi):
         return self.prmt(lo, hi, 0x7632)
 
     def pack_round(self, lo, hi):
-        return self.pack_exact(self._round_bf16(self.bits(self.real(lo))), self._round_bf16(self.bits(self.real(hi))))
+        return self.pack_exact(
+            self._round_bf16(self.as_u32(self.as_f32(lo))), self._round_bf16(self.as_u32(self.as_f32(hi)))
+        )
 
-    def pack_half_cut(self, lo, hi):
-        lo, hi = (self._cut_half(self.real(x)).astype(np.uint32) for x in (lo, hi))
+    def pack_f16_rz(self, lo, hi):
+        lo, hi = (self._cut_half(self.as_f32(x)).astype(np.uint32) for x in (lo, hi))
         return lo | (hi << np.uint32(16))
 
     def _cut_half(self, x):
@@ -147,11 +149,11 @@ class Vector:
         return np.where(nan, bits | np.uint32(0x00400000), rounded)
 
     def mul_bf16x2(self, a, b):
-        pairs = [self.fmul(self.low(a), self.low(b)), self.fmul(self.high(a), self.high(b))]
+        pairs = [self.fmul(self.low_bf16(a), self.low_bf16(b)), self.fmul(self.high_bf16(a), self.high_bf16(b))]
         return self.pack_round(*pairs)
 
-    def clamp_six(self, p):
-        lo, hi = self._halves(self.bits(p) & np.uint32(0x7FFF7FFF))
+    def clamp_e2m1_max(self, p):
+        lo, hi = self._halves(self.as_u32(p) & np.uint32(0x7FFF7FFF))
         six = np.uint32(0x40C0)
         return self.with_sign(np.minimum(lo, six) | (np.minimum(hi, six) << np.uint32(16)), p)
 
@@ -161,7 +163,7 @@ class Vector:
             small = (magnitude > np.uint32(0)).astype(np.uint32)
             return np.where(magnitude >= np.uint32(0x3F80), normal, small)
 
-        lo, hi = self._halves(self.bits(p) & np.uint32(0x7FFF7FFF))
+        lo, hi = self._halves(self.as_u32(p) & np.uint32(0x7FFF7FFF))
         return code(lo) | (code(hi) << np.uint32(16))
 
     def grid_nibbles(self, p):
@@ -172,25 +174,25 @@ class Vector:
             normal = (code << np.uint32(6)) + np.uint32(252 << 6)
             return np.where(code >= np.uint32(2), normal, code * np.uint32(0x3F00))
 
-        lo, hi = self._halves((self.bits(codes) >> np.uint32(bit)) & np.uint32(0x00070007))
+        lo, hi = self._halves((self.as_u32(codes) >> np.uint32(bit)) & np.uint32(0x00070007))
         return value(lo) | (value(hi) << np.uint32(16))
 
     def e4m3_encode(self, lo, hi):
-        return self._e4m3_code(self.real(lo)) | (self._e4m3_code(self.real(hi)) << np.uint32(8))
+        return self._e4m3_code(self.as_f32(lo)) | (self._e4m3_code(self.as_f32(hi)) << np.uint32(8))
 
     def _e4m3_code(self, a):
         """Nearest E4M3 code by arithmetic: a cast there and back may be removed by the compiler."""
         a = np.minimum(a, np.float32(448))
-        e = np.maximum(self.real(self.and_(a, 0x7F800000)), np.float32(2.0**-6))
+        e = np.maximum(self.as_f32(self.and_(a, 0x7F800000)), np.float32(2.0**-6))
         magic = e * np.float32(1.5 * 2.0**20)
         rounded = (a + magic) - magic
-        normal = (self.bits(rounded) >> np.uint32(20)) - np.uint32(960)
+        normal = (self.as_u32(rounded) >> np.uint32(20)) - np.uint32(960)
         small = (rounded * np.float32(512)).astype(np.int32).astype(np.uint32)
         return np.where(rounded < np.float32(2.0**-6), small, normal)
 
     def f8_word(self, values, element: str):
         dtype, top = (ml_dtypes.float8_e4m3fn, 448.0) if element == "e4m3" else (ml_dtypes.float8_e5m2, 57344.0)
-        clipped = [np.clip(self.real(v), np.float32(-top), np.float32(top)).astype(dtype) for v in values]
+        clipped = [np.clip(self.as_f32(v), np.float32(-top), np.float32(top)).astype(dtype) for v in values]
         b = [c.view(np.uint8).astype(np.uint32) for c in clipped]
         return b[0] | (b[1] << np.uint32(8)) | (b[2] << np.uint32(16)) | (b[3] << np.uint32(24))
 
@@ -199,7 +201,7 @@ class Vector:
 
     def _e4m3_value(self, code):
         small = code.astype(np.int32).astype(np.float32) * np.float32(2.0**-9)
-        return np.where(code < np.uint32(8), small, self.real((code << np.uint32(20)) + np.uint32(960 << 20)))
+        return np.where(code < np.uint32(8), small, self.as_f32((code << np.uint32(20)) + np.uint32(960 << 20)))
 
     def lane_bit(self, bit):
         return bit
@@ -208,12 +210,12 @@ class Vector:
         return [x[..., i : i + 1] for i in range(x.shape[-1])]
 
     def select(self, predicate, a, b):
-        pairs = zip(self._lanes(self.bits(a)), self._lanes(self.bits(b)), strict=True)
+        pairs = zip(self._lanes(self.as_u32(a)), self._lanes(self.as_u32(b)), strict=True)
         return np.concatenate([p[0] if i & predicate else p[1] for i, p in enumerate(pairs)], -1)
 
-    def swap(self, x, bit):
-        lanes = self._lanes(self.bits(x))
+    def shuffle_xor(self, x, bit):
+        lanes = self._lanes(self.as_u32(x))
         return np.concatenate([lanes[i ^ bit] for i in range(len(lanes))], -1)
 
-    def from_lane(self, x, lane):
-        return np.broadcast_to(self._lanes(self.bits(x))[lane], x.shape)
+    def shuffle_index(self, x, lane):
+        return np.broadcast_to(self._lanes(self.as_u32(x))[lane], x.shape)

@@ -1,40 +1,50 @@
-"""One kernel body, two machines: inline PTX on the GPU, plain jnp elsewhere.
+"""Lane ops as PTX text (`PtxLaneOps`), and the primitive that runs the text in a Pallas Triton kernel (`inline_ptx`).
 
-Quantizing is limited by the number of instructions a GPU can issue, not by its memory, as soon as the arithmetic of an
-element takes more than about 50 of them. So the bodies in this room are written against a small set of 32-bit
-operations that map one to one onto PTX instructions, most of which serve two bf16 elements packed in one word. A body
-runs on
-
-- `Ptx`, which writes the instructions as text; the text becomes one inline-assembly block of a Pallas Triton kernel;
-- `Vector` (`vector.py`), which evaluates the same operations on arrays. Pallas interpret mode uses it, so the tests of
-  the bodies run on any machine.
+Quantizing is limited by the instructions a GPU can issue, not by its memory, as soon as an element takes more than
+about 50 of them. So kernel bodies are written against a small set of 32-bit operations (`lane_ops.py`) that map one to
+one to PTX instructions, most of which serve two bf16 elements packed in one word. `numpy_lanes.py` evaluates the same
+operations on arrays for interpret mode, so that tests of the bodies run on any machine.
 
 A *lane* is one GPU thread. It holds `columns` neighbouring elements of every token row of its tile, as words of two
 bf16 (the even column in the low half); `16 // columns` consecutive lanes hold one block of 16 columns.
 """
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
+from jax._src.pallas.triton import lowering as triton_lowering
+from jax._src.pallas.triton import primitives as triton_primitives
+from jax.extend import core
+
+# MLIR's bindings search a dialect's module by name at each of its types until it is loaded. Triton's has another path,
+# and the kernels of a step meet four thousand of its types: a second of failing searches. Without `tt_dialect` (another
+# JAX) the search is only slower.
+if (dialect := getattr(triton_lowering, "tt_dialect", None)) is not None:
+    sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 
 FLT_MAX = float(np.finfo(np.float32).max)
+inline_ptx_p = core.Primitive("inline_ptx")
+inline_ptx_p.multiple_results = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Reg:
+class PtxRegister:
     """One PTX register: kind `r` holds 32 bits, `f` a float32."""
 
     name: str
     kind: str
 
 
-def instruction(code: str, kinds: str) -> Callable[..., Reg]:
-    """A method of `Ptx` that is one instruction: see `Ptx._op`."""
+def ptx_instruction(code: str, kinds: str) -> Callable[..., PtxRegister]:
+    """Returns a method of `PtxLaneOps` that emits one instruction: see `PtxLaneOps._op`."""
     return lambda self, *args: self._op(code, kinds, *args)
 
 
-class Ptx:
+class PtxLaneOps:
     """Writes PTX. Operands are registers, Python ints (bits) or Python floats (float32 constants)."""
 
     def __init__(self, columns: int, lanes: int | None = None):
@@ -43,31 +53,31 @@ class Ptx:
         self.lines: list[str] = []
         self.count = {"r": 0, "f": 0, "h": 0, "p": 0}
 
-    def reg(self, kind: str) -> Reg:
+    def reg(self, kind: str) -> PtxRegister:
         self.count[kind] += 1
-        return Reg(f"{kind}{self.count[kind] - 1}", kind)
+        return PtxRegister(f"{kind}{self.count[kind] - 1}", kind)
 
     def _text(self, x, kind):
-        if isinstance(x, Reg):
-            return self.bits(x).name if kind == "r" else self.real(x).name
+        if isinstance(x, PtxRegister):
+            return self.as_u32(x).name if kind == "r" else self.as_f32(x).name
         if kind == "f":
             return f"0f{int(np.float32(x).view(np.uint32)):08X}"
         return f"0x{int(x) & 0xFFFFFFFF:08x}"
 
-    def _op(self, code: str, kinds: str, *args) -> Reg:
+    def _op(self, code: str, kinds: str, *args) -> PtxRegister:
         """One instruction; `kinds` are the kinds of the result and of each operand."""
         texts = [self._text(a, k) for a, k in zip(args, kinds[1:], strict=True)]
         out = self.reg(kinds[0])
         self.lines.append(f"{code} {', '.join([out.name, *texts])};")
         return out
 
-    def bits(self, x):
+    def as_u32(self, x):
         return x if x.kind == "r" else self._move(x, "r")
 
-    def real(self, x):
+    def as_f32(self, x):
         return x if x.kind == "f" else self._move(x, "f")
 
-    def word(self, value: int) -> Reg:
+    def word(self, value: int) -> PtxRegister:
         """A register that holds constant bits, for instructions that take no immediate."""
         out = self.reg("r")
         self.lines.append(f"mov.b32 {out.name}, 0x{value:08x};")
@@ -79,13 +89,13 @@ class Ptx:
         return out
 
     # integers
-    and_ = instruction("and.b32", "rrr")
-    or_ = instruction("or.b32", "rrr")
-    xor = instruction("xor.b32", "rrr")
-    shl = instruction("shl.b32", "rrr")
-    shr = instruction("shr.b32", "rrr")
-    iadd = instruction("add.u32", "rrr")
-    imad = instruction("mad.lo.u32", "rrrr")
+    and_ = ptx_instruction("and.b32", "rrr")
+    or_ = ptx_instruction("or.b32", "rrr")
+    xor = ptx_instruction("xor.b32", "rrr")
+    shl = ptx_instruction("shl.b32", "rrr")
+    shr = ptx_instruction("shr.b32", "rrr")
+    iadd = ptx_instruction("add.u32", "rrr")
+    imad = ptx_instruction("mad.lo.u32", "rrrr")
 
     def less(self, a, b):
         """Whether a < b, unsigned."""
@@ -100,45 +110,45 @@ class Ptx:
         self.lines.append(f"setp.lt.{dtype} {out.name}, {texts[0]}, {texts[1]};")
         return out
 
-    def choose(self, p, a, b):
+    def select_if(self, p, a, b):
         """a where p holds, else b."""
         return self.select(p, a, b)
 
     # four bytes out of eight (a holds 0..3, b holds 4..7); nibble i of `selector` picks byte i
-    prmt = instruction("prmt.b32", "rrrr")
-    max_u16x2 = instruction("max.u16x2", "rrr")
+    prmt = ptx_instruction("prmt.b32", "rrrr")
+    max_u16x2 = ptx_instruction("max.u16x2", "rrr")
 
     def min_u16x2(self, a, b):
         return self._op("min.u16x2", "rrr", a, self.word(b) if isinstance(b, int) else b)
 
     # the larger magnitudes of two bf16 pairs, NaN if either is; the sign bits mean nothing
-    max_abs_bf16x2 = instruction("max.NaN.xorsign.abs.bf16x2", "rrr")
+    max_abs_bf16x2 = ptx_instruction("max.NaN.xorsign.abs.bf16x2", "rrr")
 
-    def merge(self, a, b, mask):
+    def bit_select(self, a, b, mask):
         """The bits of a where `mask` has ones, of b elsewhere."""
         return self._op("lop3.b32", "rrrrr", a, b, mask, 0xE4)
 
     def with_sign(self, magnitude, sign):
         """Both halves of `magnitude` with the sign bits of `sign`."""
-        return self.merge(magnitude, sign, 0x7FFF7FFF)
+        return self.bit_select(magnitude, sign, 0x7FFF7FFF)
 
     # float32
-    fmul = instruction("mul.rn.f32", "fff")
-    fadd = instruction("add.rn.f32", "fff")
-    fsub = instruction("sub.rn.f32", "fff")
+    fmul = ptx_instruction("mul.rn.f32", "fff")
+    fadd = ptx_instruction("add.rn.f32", "fff")
+    fsub = ptx_instruction("sub.rn.f32", "fff")
     # a * b + c rounded once. Bodies use it only where a * b is exact, so that other machines agree
-    ffma = instruction("fma.rn.f32", "ffff")
+    ffma = ptx_instruction("fma.rn.f32", "ffff")
     # a * b + c rounded once, toward zero; for a >= 0 and powers of two b and c
-    ffma_cut = instruction("fma.rz.f32", "ffff")
-    fabs = instruction("abs.f32", "ff")
-    fmin = instruction("min.f32", "fff")
-    fmax = instruction("max.f32", "fff")
+    ffma_rz = ptx_instruction("fma.rz.f32", "ffff")
+    fabs = ptx_instruction("abs.f32", "ff")
+    fmin = ptx_instruction("min.f32", "fff")
+    fmax = ptx_instruction("max.f32", "fff")
     # the larger one; NaN if either is
-    fmax_nan = instruction("max.NaN.f32", "fff")
+    fmax_nan = ptx_instruction("max.NaN.f32", "fff")
 
-    sqrt = instruction("sqrt.rn.f32", "ff")
-    fdiv = instruction("div.rn.f32", "fff")
-    number = instruction("cvt.rn.f32.u32", "fr")  # of an unsigned word
+    sqrt = ptx_instruction("sqrt.rn.f32", "ff")
+    fdiv = ptx_instruction("div.rn.f32", "fff")
+    u32_to_f32 = ptx_instruction("cvt.rn.f32.u32", "fr")  # of an unsigned word
 
     def reciprocal(self, a):
         """1 / a, correctly rounded, for 0 <= a < 2**126; NaN for 0.
@@ -154,7 +164,7 @@ class Ptx:
         error = self._op("neg.f32", "ff", self.ffma(scaled, guess, -1.0))
         return self.fmul(self.ffma(guess, error, guess), factor)
 
-    def quotient(self, a, number):
+    def div_by_pow2_multiple(self, a, number):
         """a / number, correctly rounded, for a finite a >= 0 and a number that is 6 times a power of two; NaN for
         infinity. Markstein's steps: the float32 reciprocal of such a number is off by half of what it might be, so that
         the guess is a neighbour of the quotient. Exact ties, which only subnormal quotients have, are not kept even.
@@ -163,16 +173,16 @@ class Ptx:
         guess = self.fmul(a, inverse)
         return self.ffma(self.ffma(guess, -number, a), inverse, guess)
 
-    def divisor(self, b):
+    def prepare_divisor(self, b):
         """0 <= b < 2**127 as `over` takes it: a power of two; minus b times that, in [1, 2), less for a subnormal b;
         and the reciprocal of b times that.
         """
-        lift = self.real(self.imad(self.and_(b, 0x7F800000), -1, 0x7F000000))
+        lift = self.as_f32(self.imad(self.and_(b, 0x7F800000), -1, 0x7F000000))
         scaled = self.fmul(b, lift)
-        inverse = self.choose(self.fless(0.0, scaled), self.reciprocal(scaled), 0)
-        return lift, self.fmul(scaled, -1.0), self.real(inverse)
+        inverse = self.select_if(self.fless(0.0, scaled), self.reciprocal(scaled), 0)
+        return lift, self.fmul(scaled, -1.0), self.as_f32(inverse)
 
-    def over(self, a, divisor):
+    def div_prepared(self, a, divisor):
         """a / b, correctly rounded if that lies in [2**-60, 2**60]; small if it is smaller, 0 for b = 0 and a < 2, NaN
         for an infinite a. The steps of `div.rn` without its branch: the first guess is two units off at most, the
         second a neighbour of the quotient, of which the exact remainder makes the quotient itself (Markstein).
@@ -198,11 +208,11 @@ class Ptx:
         return self.ffma(e, -6291456.0, self._op("fma.rz.f32", "ffff", e, 6291456.0, y))
 
     # pairs of bf16 in a word
-    def low(self, w):
-        return self.real(self.shl(w, 16))
+    def low_bf16(self, w):
+        return self.as_f32(self.shl(w, 16))
 
-    def high(self, w):
-        return self.real(self.and_(w, 0xFFFF0000))
+    def high_bf16(self, w):
+        return self.as_f32(self.and_(w, 0xFFFF0000))
 
     def pack_exact(self, lo, hi):
         """Two float32 that are bf16 values, as one word."""
@@ -212,14 +222,14 @@ class Ptx:
         """Two float32 rounded to bf16, ties to even, as one word."""
         return self._op("cvt.rn.bf16x2.f32", "rff", hi, lo)
 
-    def pack_half_cut(self, lo, hi):
+    def pack_f16_rz(self, lo, hi):
         """Two float32 >= 0 cut off to float16, as one word; what is too large for it is at least 65504."""
         return self._op("cvt.rz.f16x2.f32", "rff", hi, lo)
 
     def mul_bf16x2(self, a, b):
         return self._op("mul.rn.bf16x2", "rrr", a, self.word(b) if isinstance(b, int) else b)
 
-    def clamp_six(self, p):
+    def clamp_e2m1_max(self, p):
         """min(abs(p), 6) with p's sign, in both halves; NaN gives 6."""
         return self._op("min.xorsign.abs.bf16x2", "rrr", p, self.word(0x40C040C0))
 
@@ -281,11 +291,40 @@ class Ptx:
         self.lines.append(f"selp.b32 {out.name}, {texts[0]}, {texts[1]}, {predicate.name};")
         return out
 
-    def swap(self, x, bit):
+    def shuffle_xor(self, x, bit):
         """The value of the lane whose number differs in `bit`."""
         return self._op("shfl.sync.bfly.b32", "rrrrr", x, bit, 31, 0xFFFFFFFF)
 
-    def from_lane(self, x, lane):
+    def shuffle_index(self, x, lane):
         """The value of lane `lane` of this block's lanes."""
         segment = ((32 - self.lanes) << 8) | 31
         return self._op("shfl.sync.idx.b32", "rrrrr", x, lane, segment, 0xFFFFFFFF)
+
+
+def inline_ptx(
+    asm: str, args: Sequence[jax.Array], *, constraints: str, pack: int, results: Sequence[jax.ShapeDtypeStruct]
+) -> list[jax.Array]:
+    """Returns the results of `asm`, run once for each `pack` neighbouring elements of a lane.
+
+    JAX's own `elementwise_inline_asm` takes a list of results but lowers one: the dialect returns all of them in one
+    list, which the rule wraps in another. This primitive lowers through the same rule and flattens the result.
+    """
+    return inline_ptx_p.bind(*args, asm=asm, constraints=constraints, pack=pack, result_shape_dtypes=tuple(results))
+
+
+@inline_ptx_p.def_abstract_eval
+def _abstract_eval(*avals: Any, result_shape_dtypes: tuple[jax.ShapeDtypeStruct, ...], **_: Any) -> list[Any]:
+    shapes = {aval.shape for aval in avals}
+    if len(shapes) != 1:
+        raise ValueError(f"inline PTX needs operands of one shape, got {sorted(shapes)}")
+    return [avals[0].update(shape=s.shape, dtype=s.dtype) for s in result_shape_dtypes]
+
+
+@triton_lowering.register_lowering(inline_ptx_p)
+def _lower(ctx: Any, *args: Any, **params: Any) -> list[Any]:
+    rule = triton_lowering.triton_lowering_rules[triton_primitives.elementwise_inline_asm_p]
+    results: Any = rule(ctx, *args, **params)
+    flat: list[Any] = []
+    for result in results:
+        flat += list(result) if hasattr(result, "__len__") else [result]
+    return flat

@@ -20,16 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from halfbyte.models.context import Context
+from halfbyte.distributed import LogicalAxisRules, axis_size, shard_map_over, with_logical_constraint
+from halfbyte.models.model_context import ModelContext
 from halfbyte.models.params import Params
-from halfbyte.sharding import Rules, axis_size, constrain, on_parts
 
 
-def embed_tokens(table: jax.Array, tokens: jax.Array, ctx: Context) -> jax.Array:
+def embed_tokens(table: jax.Array, tokens: jax.Array, ctx: ModelContext) -> jax.Array:
     """Rows of `table` [vocab, embed], as [batch, seq, embed] in the compute dtype."""
     if ctx.mesh is None:
         return table[tokens].astype(ctx.compute_dtype)  # the table is not copied; its gradient adds up in float32
-    return _sharded_lookup(table, tokens, _Placement(ctx.mesh, ctx.rules, ctx.compute_dtype))
+    return _sharded_lookup(table, tokens, _LookupSharding(ctx.mesh, ctx.rules, ctx.compute_dtype))
 
 
 def head_weight(params: Params) -> jax.Array:
@@ -37,11 +37,11 @@ def head_weight(params: Params) -> jax.Array:
     return params["head"] if "head" in params else params["embed"].T
 
 
-class _Placement(NamedTuple):
+class _LookupSharding(NamedTuple):
     """Where table, tokens and rows live, and the dtype of the rows."""
 
     mesh: Mesh
-    rules: Rules
+    rules: LogicalAxisRules
     dtype: Any
 
     def axes(self, logical: str) -> tuple[str, ...]:
@@ -52,21 +52,23 @@ class _Placement(NamedTuple):
         return self.rules.spec(axes, self.mesh)
 
     def map(self, local: Any, in_specs: tuple, out_specs: PartitionSpec) -> Any:
-        return on_parts(functools.partial(local, at=self), self.mesh, in_specs, out_specs)
+        return shard_map_over(functools.partial(local, at=self), self.mesh, in_specs, out_specs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sharded_lookup(table: jax.Array, tokens: jax.Array, at: _Placement) -> jax.Array:
-    cast = constrain(table.astype(at.dtype), ("vocab", "embed"), at.mesh, at.rules)
+def _sharded_lookup(table: jax.Array, tokens: jax.Array, at: _LookupSharding) -> jax.Array:
+    cast = with_logical_constraint(table.astype(at.dtype), ("vocab", "embed"), at.mesh, at.rules)
     specs = (at.spec("vocab", "embed"), at.spec("batch", "seq"))
     return at.map(_local_rows, specs, at.spec("batch", "residual_seq", None))(cast, tokens)
 
 
-def _lookup_fwd(table: jax.Array, tokens: jax.Array, at: _Placement) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _lookup_fwd(
+    table: jax.Array, tokens: jax.Array, at: _LookupSharding
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _sharded_lookup(table, tokens, at), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
-def _lookup_bwd(at: _Placement, residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+def _lookup_bwd(at: _LookupSharding, residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
     tokens, like = residuals
     specs = (at.spec("batch", "residual_seq", None), at.spec("batch", "seq"), at.spec("vocab", None))
     return at.map(_local_gradient, specs, at.spec("vocab", "embed"))(g, tokens, like), None
@@ -75,45 +77,45 @@ def _lookup_bwd(at: _Placement, residuals: tuple[jax.Array, jax.Array], g: jax.A
 _sharded_lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
-def _local_rows(table: jax.Array, tokens: jax.Array, *, at: _Placement) -> jax.Array:
+def _local_rows(table: jax.Array, tokens: jax.Array, *, at: _LookupSharding) -> jax.Array:
     """[batch, seq, embed] of this device: rows of its part of the vocabulary, summed over the parts."""
-    index, mine = _local_index(_of_group(tokens, at), table.shape[0], at)
+    index, mine = _local_index(_gather_group_tokens(tokens, at), table.shape[0], at)
     rows = jnp.where(mine[..., None], table[index], jnp.zeros((), table.dtype))
     # [batch of the group, seq, part of embed] -> [batch, seq, embed]
-    rows = _exchanged(rows, at, split=0, join=2)
-    split = _split_seq(at)
+    rows = _all_to_all(rows, at, split=0, join=2)
+    split = _sequence_axes(at)
     rows = lax.psum_scatter(rows, split, scatter_dimension=1, tiled=True) if split else rows
     rest = tuple(axis for axis in at.axes("vocab") if axis not in split)
     return lax.psum(rows, rest) if rest else rows
 
 
-def _local_gradient(g: jax.Array, tokens: jax.Array, like: jax.Array, *, at: _Placement) -> jax.Array:
+def _local_gradient(g: jax.Array, tokens: jax.Array, like: jax.Array, *, at: _LookupSharding) -> jax.Array:
     """The gradient of this device's part of the table, in the table's dtype: its group's tokens' first, then all
     groups'.
     """
-    split = _split_seq(at)
+    split = _sequence_axes(at)
     g = lax.all_gather(g, split, axis=1, tiled=True) if split else g
-    g = _exchanged(g, at, split=2, join=0)  # [batch, seq, embed] -> [batch of the group, seq, part of embed]
-    index, mine = _local_index(_of_group(tokens, at), like.shape[0], at)
+    g = _all_to_all(g, at, split=2, join=0)  # [batch, seq, embed] -> [batch of the group, seq, part of embed]
+    index, mine = _local_index(_gather_group_tokens(tokens, at), like.shape[0], at)
     outside = jnp.where(mine, index, like.shape[0])  # dropped
     grad = jnp.zeros((like.shape[0], g.shape[-1]), like.dtype).at[outside].add(g.astype(like.dtype), mode="drop")
     summed = tuple(axis for axis in (*at.axes("batch"), *at.axes("seq")) if axis not in at.axes("embed"))
     return lax.psum(grad, summed) if summed else grad
 
 
-def _of_group(tokens: jax.Array, at: _Placement) -> jax.Array:
+def _gather_group_tokens(tokens: jax.Array, at: _LookupSharding) -> jax.Array:
     """The tokens of all devices that share one row of the table."""
     axes = at.axes("embed")
     return lax.all_gather(tokens, axes, axis=0, tiled=True) if axes else tokens
 
 
-def _exchanged(rows: jax.Array, at: _Placement, *, split: int, join: int) -> jax.Array:
+def _all_to_all(rows: jax.Array, at: _LookupSharding, *, split: int, join: int) -> jax.Array:
     """`rows` cut along dim `split`, a part for each device of the group, and the parts of all joined along `join`."""
     axes = at.axes("embed")
     return lax.all_to_all(rows, axes, split_axis=split, concat_axis=join, tiled=True) if axes else rows
 
 
-def _local_index(tokens: jax.Array, rows: int, at: _Placement) -> tuple[jax.Array, jax.Array]:
+def _local_index(tokens: jax.Array, rows: int, at: _LookupSharding) -> tuple[jax.Array, jax.Array]:
     """(row of this device's part of the table, whether the token is in it)."""
     axes = at.axes("vocab")
     index = tokens - (lax.axis_index(axes).astype(jnp.int32) * rows if axes else 0)
@@ -121,6 +123,6 @@ def _local_index(tokens: jax.Array, rows: int, at: _Placement) -> tuple[jax.Arra
     return jnp.where(mine, index, 0), mine
 
 
-def _split_seq(at: _Placement) -> tuple[str, ...]:
+def _sequence_axes(at: _LookupSharding) -> tuple[str, ...]:
     """The axes over which positions are split between blocks but not inside them."""
     return tuple(axis for axis in at.axes("residual_seq") if axis not in at.axes("seq"))

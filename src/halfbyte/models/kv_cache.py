@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.models.config import LlamaConfig
-from halfbyte.models.context import PLAIN, Context, LayerContext
-from halfbyte.models.llama import begin, block, normed, project_logits, rope_of
+from halfbyte.models.layer_scan import scan_layers
+from halfbyte.models.llama import apply_norm, embed_inputs, project_logits, rope_of, transformer_block
+from halfbyte.models.model_context import DEFAULT_CONTEXT, LayerContext, ModelContext
 from halfbyte.models.params import Params
-from halfbyte.models.walk import through_layers
-from halfbyte.nn.attention import attention, visible_attention
+from halfbyte.ops.attention import attention, masked_attention
 
 
-class Cache(NamedTuple):
+class KVCache(NamedTuple):
     """Rotated keys and values of every layer, [layers, batch, size, kv_heads, head_dim], and how many entries of each
     row are real, int32 [batch].
     """
@@ -35,10 +35,10 @@ def prefill(
     params: Params,
     tokens: jax.Array,
     lengths: jax.Array | None = None,
-    ctx: Context = PLAIN,
+    ctx: ModelContext = DEFAULT_CONTEXT,
     *,
     size: int,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, KVCache]:
     """(logits of each row's last token, float32 [batch, vocab]; the cache). `tokens` [batch, seq] padded on the
     right, `lengths` int32 [batch] (None: all full).
     """
@@ -59,17 +59,17 @@ def prefill(
     tables, room = rope_of(cfg, jnp.arange(seq, dtype=jnp.int32)[None]), ((0, 0), (0, size - seq), (0, 0), (0, 0))
 
     def visit(x: jax.Array, weights: Params, here: LayerContext, _: None) -> tuple[jax.Array, list[jax.Array]]:
-        x = block(cfg, weights, x, tables, here, attend)
+        x = transformer_block(cfg, weights, x, tables, here, attend)
         return x, [jnp.pad(each, room) for each in kept]
 
-    x, made = through_layers(cfg, params, begin(cfg, params, tokens, ctx), ctx, visit)
+    x, made = scan_layers(cfg, params, embed_inputs(cfg, params, tokens, ctx), ctx, visit)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     return _logits(cfg, params, last, ctx), _cache(made, lengths)
 
 
 def decode_step(
-    cfg: LlamaConfig, params: Params, cache: Cache, tokens: jax.Array, ctx: Context = PLAIN
-) -> tuple[jax.Array, Cache]:
+    cfg: LlamaConfig, params: Params, cache: KVCache, tokens: jax.Array, ctx: ModelContext = DEFAULT_CONTEXT
+) -> tuple[jax.Array, KVCache]:
     """(logits after `tokens`, float32 [batch, vocab]; the cache with them). `tokens` int32 [batch], one for each row.
     Rows that are full must not be extended.
     """
@@ -83,20 +83,20 @@ def decode_step(
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             kept[:] = [old.at[rows, cache.lengths].set(new[:, 0]) for old, new in zip(entry, (k, v), strict=True)]
-            return visible_attention(q, kept[0], kept[1], visible)
+            return masked_attention(q, kept[0], kept[1], visible)
 
-        return block(cfg, weights, x, tables, here, attend), kept
+        return transformer_block(cfg, weights, x, tables, here, attend), kept
 
-    x = begin(cfg, params, tokens[:, None], ctx)
-    x, made = through_layers(cfg, params, x, ctx, visit, (cache.k, cache.v))
+    x = embed_inputs(cfg, params, tokens[:, None], ctx)
+    x, made = scan_layers(cfg, params, x, ctx, visit, (cache.k, cache.v))
     return _logits(cfg, params, x, ctx), _cache(made, cache.lengths + 1)
 
 
-def _cache(made: list[Any], lengths: jax.Array) -> Cache:
+def _cache(made: list[Any], lengths: jax.Array) -> KVCache:
     """Keys and values of all layers, from those of each segment."""
     k, v = jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
-    return Cache(k, v, lengths)
+    return KVCache(k, v, lengths)
 
 
-def _logits(cfg: LlamaConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
-    return project_logits(cfg, params, normed(cfg, x, params["final_norm"]), ctx)[:, 0]
+def _logits(cfg: LlamaConfig, params: Params, x: jax.Array, ctx: ModelContext) -> jax.Array:
+    return project_logits(cfg, params, apply_norm(cfg, x, params["final_norm"]), ctx)[:, 0]

@@ -15,67 +15,82 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
-from halfbyte.models.context import BETWEEN, Axes, Context, LayerContext, inside
-from halfbyte.models.keys import EXPERTS
+from halfbyte.distributed import manual_axes
+from halfbyte.models.model_context import (
+    EXPERT_PREFIX,
+    RESIDUAL_STREAM_AXES,
+    Axes,
+    LayerContext,
+    ModelContext,
+    block_activation_axes,
+)
+from halfbyte.models.param_spec import flatten_specs, unflatten_specs
 from halfbyte.models.params import Params
-from halfbyte.models.remat import named
-from halfbyte.models.spec import flatten, nest
-from halfbyte.nn.norm import by_xla
-from halfbyte.ops.shards import axes_of, cut_of, empty_stack
-from halfbyte.recipe import Recipe, Segment
-from halfbyte.sharding import outer_axes
+from halfbyte.models.remat import name_linear_output
+from halfbyte.ops.linear_sharding import axes_in, dim_axes_of_spec, empty_sharded_stack
+from halfbyte.ops.rms_norm_vjp import norm_kernel_refusal
+from halfbyte.recipes import LayerSegment, Recipe
 
 MLP_SITES = ("gate", "up", "down")
-Kept = tuple[tuple[jax.Array, jax.Array] | None, dict[str, jax.Array]]  # `Stacks`, without a layer's number
+# Fields of `ResidualStacks`, without `layer_index`.
+StackedResiduals = tuple[tuple[jax.Array, jax.Array] | None, dict[str, jax.Array]]
 
 
-def remembered(layers: Params, amaxes: jax.Array, segment: Segment, paths: Sequence[str]) -> Params:
-    """Stacked `layers` of a segment with `amaxes` [layers, paths, 3] beside the weights of recipes with a history."""
+def with_delayed_amaxes(layers: Params, amaxes: jax.Array, segment: LayerSegment, paths: Sequence[str]) -> Params:
+    """Stacked `layers` of a segment with `amaxes` [layers, paths, 3] added to the weights of recipes with a history."""
 
     def with_amaxes(path: str, weight: Any) -> Any:
-        if path not in segment.recipes or not segment.recipes[path].history:
+        if path not in segment.recipes or not segment.recipes[path].amax_history_len:
             return weight
-        return ops.Remembered(weight, amaxes[:, paths.index(path)])
+        return ops.DelayedScalingWeight(weight, amaxes[:, paths.index(path)])
 
-    return nest({path: with_amaxes(f"layers/{path}", weight) for path, weight in flatten(layers).items()})
+    return unflatten_specs(
+        {path: with_amaxes(f"layers/{path}", weight) for path, weight in flatten_specs(layers).items()}
+    )
 
 
-def quantize_ahead(layers: Params, x: jax.Array, here: LayerContext) -> Params:
+def prequantize_layers(layers: Params, x: jax.Array, here: LayerContext) -> Params:
     """Stacked `layers` of a loop with the codes of those weights that are gathered as codes; x is the stream."""
-    sites = [tuple(path.split("/")[1:]) for path in here.recipes if not path.startswith(f"layers/{EXPERTS}")]
-    if not (here.on_mesh and here.ctx.looped and here.divides(x, *(axes for at in sites for axes in here.ends(*at)))):
+    sites = [tuple(path.split("/")[1:]) for path in here.recipes if not path.startswith(f"layers/{EXPERT_PREFIX}")]
+    if not (
+        here.on_mesh
+        and here.ctx.is_scanned
+        and here.shards_evenly(x, *(axes for at in sites for axes in here.io_axes(*at)))
+    ):
         return layers
-    flat = flatten(layers)
+    flat = flatten_specs(layers)
     ahead = {
         path: site
         for path, at in (("/".join(at), at) for at in sites)
-        if (site := _site(here, *at)).worth_making_ahead(x.ndim) and not isinstance(flat[path], ops.QWeight)
+        if (site := _site(here, *at)).should_prequantize(x.ndim) and not isinstance(flat[path], ops.QWeight)
     }
     if not ahead:
         return layers
     stacks = {path: flat[path] for path in ahead}
-    return nest({**flat, **ops.quantize_stacks(stacks, jax.ShapeDtypeStruct(x.shape, x.dtype), ahead)})
+    return unflatten_specs(
+        {**flat, **ops.prequantize_stacked_weights(stacks, jax.ShapeDtypeStruct(x.shape, x.dtype), ahead)}
+    )
 
 
-def _site(here: LayerContext, group: str, name: str) -> ops.Site:
+def _site(here: LayerContext, group: str, name: str) -> ops.LoopLinear:
     recipe = here.recipe(group, name)
-    return ops.Site(recipe, here.backend(recipe), here.placement(group, name))
+    return ops.LoopLinear(recipe, here.backend(recipe), here.placement(group, name))
 
 
-def linears(
+def apply_linears(
     x: jax.Array, weights: Params, here: LayerContext, group: str, names: Sequence[str],
     copies: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """x [..., inputs] times each of the weights `names` of `group` ("attention" or "mlp"), in x's dtype. With `copies`,
     x once more for each further linear, each has its own gradient.
     """
-    recipes, x = [here.recipe(group, name) for name in names], here.into(x, group, names)
+    recipes, x = [here.recipe(group, name) for name in names], here.observe_input(x, group, names)
 
     def given(name: str, y: jax.Array) -> jax.Array:
-        return named(here.out_of(y, group, name))
+        return name_linear_output(here.observe_output(y, group, name))
 
-    if all(is_exact(x, recipe) for recipe in recipes):
-        return tuple(given(n, jnp.dot(x, here.at_rest(group, n, weights[n]).astype(x.dtype))) for n in names)
+    if all(is_float32_product(x, recipe) for recipe in recipes):
+        return tuple(given(n, jnp.dot(x, here.constrain_weight(group, n, weights[n]).astype(x.dtype))) for n in names)
     made = ops.qdots(
         x,
         [weights[name] for name in names],
@@ -92,66 +107,77 @@ def gated_mlp(
 ) -> jax.Array:
     """(a(x gate) * (x up)) down, in x's dtype, with the weights that are called `sites`."""
     recipes = dict(zip(MLP_SITES, (here.recipe("mlp", name) for name in sites), strict=True))
-    if all(is_exact(x, recipe) for recipe in recipes.values()):
-        gate, up = linears(x, weights, here, "mlp", sites[:2])
-        (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", sites[2:])
+    if all(is_float32_product(x, recipe) for recipe in recipes.values()):
+        gate, up = apply_linears(x, weights, here, "mlp", sites[:2])
+        (y,) = apply_linears(activation.fn(gate) * up, weights, here, "mlp", sites[2:])
         return y
-    stacks, x = here.stacks, here.into(x, "mlp", sites[:2])
-    place = None if stacks is None or stacks.both is None else (*stacks.both, stacks.at)
+    stacks, x = here.stacks, here.observe_input(x, "mlp", sites[:2])
+    place = None if stacks is None or stacks.gate_up is None else (*stacks.gate_up, stacks.layer_index)
     gate, up, down = (weights[name] for name in sites)
-    y, kept = ops.mlp_in_stacks(
+    y, kept = ops.mlp_with_stacked_residuals(
         x,
         (gate, up, down),
         place,
         recipe=recipes,
         key=tuple(here.keys.get(f"mlp/{name}") for name in sites),
-        middle=ops.Middle(activation, "input" if place is None and here.ctx.remat == "quantized" else "fast"),
+        config=ops.GatedActivationConfig(
+            activation, "input" if place is None and here.ctx.remat == "quantized" else "operands"
+        ),
         execution=here.execution(x, "mlp", sites, weights),
     )
     if stacks is not None and kept is not None:
-        stacks.both = kept[:2]
-    return here.out_of(y, "mlp", sites[2])
+        stacks.gate_up = kept[:2]
+    return here.observe_output(y, "mlp", sites[2])
 
 
-def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> Kept | None:
+def allocate_residual_stacks(
+    segment: LayerSegment, x: jax.Array, width: int, ctx: ModelContext
+) -> StackedResiduals | None:
     """Empty stacks of a segment's looped layers: of gate's and up's results, of `width`, and of what norms read. None
     where each layer keeps its own: without a gradient or a loop, under remat, or where no kernel would read them.
     """
-    if not ctx.keeps_stacks:
+    if not ctx.uses_stacked_residuals:
         return None
     both, norms = _stacks_of_products(segment, x, width, ctx), _stacks_of_norms(segment, x, ctx)
     return (both, norms) if both or norms else None
 
 
-def _stacks_of_products(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:
+def _stacks_of_products(
+    segment: LayerSegment, x: jax.Array, width: int, ctx: ModelContext
+) -> tuple[jax.Array, jax.Array] | None:
     """None without a quantized MLP, or where the mesh does not cut them evenly over all its axes."""
-    axes, layers = inside("mlp"), segment.stop - segment.start
+    axes, layers = block_activation_axes("mlp"), segment.stop - segment.start
     mlps = [segment.recipes[path] for path in segment.recipes if path.removeprefix("layers/mlp/") in MLP_SITES]
     quantized = any(recipe.quantized for recipe in mlps) and x.dtype == jnp.bfloat16
-    if not quantized or layers < 2 or not _cut_evenly(x, axes, ctx):
+    if not quantized or layers < 2 or not _shards_evenly(x, axes, ctx):
         return None
     spec = None if ctx.mesh is None else ctx.rules.spec(axes, ctx.mesh)
-    g, u = (empty_stack(layers, (*x.shape[:-1], width), x.dtype, mesh=ctx.mesh, spec=spec) for _ in range(2))
+    g, u = (empty_sharded_stack(layers, (*x.shape[:-1], width), x.dtype, mesh=ctx.mesh, spec=spec) for _ in range(2))
     return g, u
 
 
-def _stacks_of_norms(segment: Segment, x: jax.Array, ctx: Context) -> dict[str, jax.Array]:
+def _stacks_of_norms(segment: LayerSegment, x: jax.Array, ctx: ModelContext) -> dict[str, jax.Array]:
     """By group; none where norms are XLA's."""
-    if by_xla(x.shape, x.dtype, looped=False, mesh=ctx.mesh, rules=ctx.rules):
+    if norm_kernel_refusal(x.shape, x.dtype, looped=False, mesh=ctx.mesh, rules=ctx.rules):
         return {}
-    layers, spec = segment.stop - segment.start, None if ctx.mesh is None else ctx.rules.spec(BETWEEN, ctx.mesh)
-    return {group: empty_stack(layers, x.shape, x.dtype, mesh=ctx.mesh, spec=spec) for group in ("attention", "mlp")}
+    layers, spec = (
+        segment.stop - segment.start,
+        None if ctx.mesh is None else ctx.rules.spec(RESIDUAL_STREAM_AXES, ctx.mesh),
+    )
+    return {
+        group: empty_sharded_stack(layers, x.shape, x.dtype, mesh=ctx.mesh, spec=spec) for group in ("attention", "mlp")
+    }
 
 
-def _cut_evenly(x: jax.Array, axes: Axes, ctx: Context) -> bool:
+def _shards_evenly(x: jax.Array, axes: Axes, ctx: ModelContext) -> bool:
     """Whether a result of `axes` made of x is cut over every axis of the mesh, evenly."""
     if ctx.mesh is None:
         return True
-    cut = axes_of(cut_of(ctx.rules.spec(axes, ctx.mesh), len(axes)))
-    over_all = all(axis in (*cut, *outer_axes()) for axis, size in ctx.mesh.shape.items() if size > 1)
-    return over_all and LayerContext(ctx, {}, {}, {}).divides(x, BETWEEN, axes)
+    cut = axes_in(dim_axes_of_spec(ctx.rules.spec(axes, ctx.mesh), len(axes)))
+    over_all = all(axis in (*cut, *manual_axes()) for axis, size in ctx.mesh.shape.items() if size > 1)
+    return over_all and LayerContext(ctx, {}, {}, {}).shards_evenly(x, RESIDUAL_STREAM_AXES, axes)
 
 
-def is_exact(x: jax.Array, recipe: Recipe) -> bool:
+def is_float32_product(x: jax.Array, recipe: Recipe) -> bool:
     """Whether this product is plain float32."""
     return x.dtype == jnp.float32 and not recipe.quantized

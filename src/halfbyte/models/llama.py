@@ -1,7 +1,7 @@
 """Llama 3, Qwen3 and their kin with experts as pure functions: `apply`, `loss`, `token_nll`.
 
 What a model computes is written here once: how it begins (`begin`), one layer (`block`), and how it ends (`normed`,
-`project_logits`); `walk.through_layers` takes the block through all layers, whoever asks. A block is
+`project_logits`); `layer_scan.scan_layers` runs the block over all layers, for every caller. A block is
 x + attention(norm(x)), then x + mlp(norm(x)), with x in the compute dtype. On a mesh, x between blocks is split along
 positions over `tensor` too (`residual_seq`); a block gathers it, and its output projection scatters it again.
 """
@@ -17,31 +17,38 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from halfbyte.distributed import axis_size
 from halfbyte.models.config import SHARED_SITES, LlamaConfig
-from halfbyte.models.context import BETWEEN, PLAIN, Context, LayerContext, in_loop, inside
 from halfbyte.models.embedding import embed_tokens, head_weight
-from halfbyte.models.experts import experts_mlp
-from halfbyte.models.linear import MLP_SITES, gated_mlp, linears
+from halfbyte.models.layer_scan import scan_layers
+from halfbyte.models.linear_layers import MLP_SITES, apply_linears, gated_mlp
+from halfbyte.models.model_context import (
+    DEFAULT_CONTEXT,
+    RESIDUAL_STREAM_AXES,
+    LayerContext,
+    ModelContext,
+    block_activation_axes,
+    is_scanned,
+)
+from halfbyte.models.moe import moe_mlp
 from halfbyte.models.params import Params
-from halfbyte.models.quantized import share_scales
-from halfbyte.models.remat import flattened, streamed
-from halfbyte.models.walk import through_layers
-from halfbyte.nn.attention import attention
-from halfbyte.nn.loss import Spread, cross_entropy
-from halfbyte.nn.loss import token_nll as chunked_nll
-from halfbyte.nn.norm import Fork, by_xla, forked_norm, rms_norm
-from halfbyte.nn.rope import apply_rope, rope_frequencies, rope_tables
-from halfbyte.nn.routing import Load
+from halfbyte.models.quantized_params import quantize_with_shared_scale
+from halfbyte.models.remat import call_with_reshaped, round_residual_stream
 from halfbyte.ops.activation import ACTIVATIONS
-from halfbyte.ops.operand import pinned
-from halfbyte.sharding import axis_size
+from halfbyte.ops.attention import attention
+from halfbyte.ops.cross_entropy import LossSharding, cross_entropy
+from halfbyte.ops.cross_entropy import per_token_nll as chunked_nll
+from halfbyte.ops.moe_dispatch import ExpertLoad
+from halfbyte.ops.operand import round_to_dtype
+from halfbyte.ops.rms_norm_vjp import NormFanout, norm_kernel_refusal, rms_norm, rms_norm_fanout
+from halfbyte.ops.rope import apply_rope, rope_cos_sin, rope_frequencies
 
 Batch = dict[str, jax.Array]
-Tables = tuple[jax.Array, jax.Array]
+RopeTables = tuple[jax.Array, jax.Array]
 QKV = ("q", "k", "v")
 
 
-def apply(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN) -> jax.Array:
+def apply(cfg: LlamaConfig, params: Params, batch: Batch, ctx: ModelContext = DEFAULT_CONTEXT) -> jax.Array:
     """Logits, float32 [batch, seq, vocab]. `batch` holds `tokens` and, if rows are packed, `segments` and `positions`
     (all int32 [batch, seq]).
     """
@@ -50,7 +57,7 @@ def apply(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN) 
 
 
 def loss(
-    cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN, *, z_loss: float = 0.0
+    cfg: LlamaConfig, params: Params, batch: Batch, ctx: ModelContext = DEFAULT_CONTEXT, *, z_loss: float = 0.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(mean over scored tokens of nll + z_loss * lse^2, aux). aux: `tokens`, `nll_sum`, `z_sum`; `z_loss` and `nll`,
     the two parts of the mean.
@@ -61,16 +68,16 @@ def loss(
 
 
 def loss_sum(
-    cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN, *, z_loss: float = 0.0,
+    cfg: LlamaConfig, params: Params, batch: Batch, ctx: ModelContext = DEFAULT_CONTEXT, *, z_loss: float = 0.0,
     balance_loss: float = 0.0, router_z_loss: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
     """(sum over scored tokens, aux) with aux `tokens`, `nll_sum`, `z_sum`: what microbatches add up before they
     divide by all tokens. With experts also both losses of their routers, means over layers, times the scored tokens
     (`balance_sum`, `router_z_sum`), and `load`, float32 [layers, experts] (token, expert) pairs.
     """
-    routed: list[Load] = []
+    routed: list[ExpertLoad] = []
     hidden = hidden_states(cfg, params, batch, ctx, routed)
-    total, aux = scored(cfg, params, hidden, batch["targets"], ctx, z_loss=z_loss)
+    total, aux = loss_from_hidden(cfg, params, hidden, batch["targets"], ctx, z_loss=z_loss)
     if not cfg.experts:
         return total, aux
     every = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routed)
@@ -79,99 +86,111 @@ def loss_sum(
     return total + balance_loss * balance + router_z_loss * z, aux | jax.tree.map(lax.stop_gradient, found)
 
 
-def scored(
-    cfg: LlamaConfig, params: Params, hidden: jax.Array, targets: jax.Array, ctx: Context, *, z_loss: float = 0.0
+def loss_from_hidden(
+    cfg: LlamaConfig, params: Params, hidden: jax.Array, targets: jax.Array, ctx: ModelContext, *, z_loss: float = 0.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`loss_sum` of what the head reads."""
-    return cross_entropy(hidden, head_weight(params), targets, z_loss=z_loss, **_of_logits(cfg, ctx))
+    return cross_entropy(hidden, head_weight(params), targets, z_loss=z_loss, **_logits_options(cfg, ctx))
 
 
-def _of_logits(cfg: LlamaConfig, ctx: Context) -> dict[str, Any]:
+def _logits_options(cfg: LlamaConfig, ctx: ModelContext) -> dict[str, Any]:
     """How logits are made, for every loss."""
-    return {"chunk": ctx.loss_chunk, "spread": Spread(ctx.mesh, ctx.rules, ctx.reduce_dtype)}
+    return {"chunk": ctx.loss_chunk, "spread": LossSharding(ctx.mesh, ctx.rules, ctx.reduce_dtype)}
 
 
-def token_nll(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN) -> jax.Array:
+def token_nll(cfg: LlamaConfig, params: Params, batch: Batch, ctx: ModelContext = DEFAULT_CONTEXT) -> jax.Array:
     """The negative log-likelihood of every target, float32 [batch, seq], 0 where the target is -1. Logits never exist
     whole; no gradient.
     """
     hidden = hidden_states(cfg, params, batch, ctx)
-    return chunked_nll(hidden, head_weight(params), batch["targets"], **_of_logits(cfg, ctx))
+    return chunked_nll(hidden, head_weight(params), batch["targets"], **_logits_options(cfg, ctx))
 
 
 def hidden_states(
-    cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN, routed: list[Load] | None = None
+    cfg: LlamaConfig,
+    params: Params,
+    batch: Batch,
+    ctx: ModelContext = DEFAULT_CONTEXT,
+    routed: list[ExpertLoad] | None = None,
 ) -> jax.Array:
     """What the head reads: [batch, seq, embed] in the compute dtype, after the last norm. The load of experts goes to
     `routed`, stacked by segment.
     """
-    layer = layer_of(cfg, batch, ctx)
+    layer = make_block_fn(cfg, batch, ctx)
 
-    def visit(x: jax.Array, weights: Params, here: LayerContext, _: None) -> tuple[jax.Array, Load | None]:
-        found: list[Load] = []
-        x = layer(x, weights, dataclasses.replace(here, routed=found))
+    def visit(x: jax.Array, weights: Params, here: LayerContext, _: None) -> tuple[jax.Array, ExpertLoad | None]:
+        found: list[ExpertLoad] = []
+        x = layer(x, weights, dataclasses.replace(here, expert_loads=found))
         return x, found[0] if found else None
 
-    x, made = through_layers(cfg, params, begin(cfg, params, batch["tokens"], ctx), ctx, visit)
+    x, made = scan_layers(cfg, params, embed_inputs(cfg, params, batch["tokens"], ctx), ctx, visit)
     if routed is not None:
         routed += made
-    return gather_seq(normed(cfg, x, params["final_norm"]), ctx)
+    return all_gather_sequence(apply_norm(cfg, x, params["final_norm"]), ctx)
 
 
-def begin(cfg: LlamaConfig, params: Params, tokens: jax.Array, ctx: Context) -> jax.Array:
+def embed_inputs(cfg: LlamaConfig, params: Params, tokens: jax.Array, ctx: ModelContext) -> jax.Array:
     """What the first layer reads: [batch, seq, embed] in the compute dtype."""
     return embed_tokens(params["embed"], tokens, ctx)
 
 
-def normed(cfg: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+def apply_norm(cfg: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
     """x after a norm with this weight."""
     return rms_norm(x, weight, cfg.norm_eps)
 
 
-def layer_of(cfg: LlamaConfig, batch: Batch, ctx: Context) -> Callable[[jax.Array, Params, LayerContext], jax.Array]:
+def make_block_fn(
+    cfg: LlamaConfig, batch: Batch, ctx: ModelContext
+) -> Callable[[jax.Array, Params, LayerContext], jax.Array]:
     """`block` for this batch: a function of x, a layer's weights and its context."""
     attend = functools.partial(
         attention, segments=batch.get("segments"), implementation=ctx.attention, mesh=ctx.mesh, rules=ctx.rules
     )
     tables = rope_of(cfg, positions_of(batch))
-    return lambda x, weights, here: block(cfg, weights, x, tables, here, attend)
+    return lambda x, weights, here: transformer_block(cfg, weights, x, tables, here, attend)
 
 
-def block(
-    cfg: LlamaConfig, weights: Params, x: jax.Array, tables: Tables, here: LayerContext, attend: Any
+def transformer_block(
+    cfg: LlamaConfig, weights: Params, x: jax.Array, tables: RopeTables, here: LayerContext, attend: Any
 ) -> jax.Array:
     """One transformer block, [batch, seq, embed] -> the same. `attend(q, k, v)` is given rotated q and k."""
     ctx = here.ctx
-    x, h = forked(cfg, x, weights["attention"], here, ("attention", QKV))
+    x, h = norm_fanout(cfg, x, weights["attention"], here, ("attention", QKV))
     x = x + attention_block(cfg, weights["attention"], h, tables, here, attend)
-    x, h = forked(cfg, streamed(ctx.constrain(x, *BETWEEN)), weights["mlp"], here, ("mlp", MLP_SITES[:2]))
+    x, h = norm_fanout(
+        cfg,
+        round_residual_stream(ctx.constrain(x, *RESIDUAL_STREAM_AXES)),
+        weights["mlp"],
+        here,
+        ("mlp", MLP_SITES[:2]),
+    )
     y = mlp_block(cfg, weights["mlp"], h[0], here)
-    return pinned(ctx.constrain(x + y, *BETWEEN))
+    return round_to_dtype(ctx.constrain(x + y, *RESIDUAL_STREAM_AXES))
 
 
-def forked(
+def norm_fanout(
     cfg: LlamaConfig, x: jax.Array, weights: Params, here: LayerContext, sites: tuple[str, Sequence[str]]
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """(x as it goes on, x normed: once, or once for each of its readers, the linears `sites`)."""
     ctx, (group, names), weight = here.ctx, sites, weights["norm"]
     many = 1 if here.watch or group == "mlp" else len(names)  # a watch sees one; an MLP is one op
-    place = None if here.stacks is None else here.stacks.of_norm(group)
-    looped = place is None and in_loop(cfg, ctx.unroll)
-    if by_xla(x.shape, x.dtype, looped=looped, mesh=ctx.mesh, rules=ctx.rules):
-        return x, (ctx.constrain(rms_norm(x, weight, cfg.norm_eps), *BETWEEN),)
-    fork = Fork(cfg.norm_eps, many, ctx.mesh, ctx.rules)
-    x, made, stack = forked_norm(fork, x, weight, place)
-    h = tuple(ctx.constrain(each, *BETWEEN) for each in made)
+    place = None if here.stacks is None else here.stacks.norm_stack(group)
+    looped = place is None and is_scanned(cfg, ctx.unroll)
+    if norm_kernel_refusal(x.shape, x.dtype, looped=looped, mesh=ctx.mesh, rules=ctx.rules):
+        return x, (ctx.constrain(rms_norm(x, weight, cfg.norm_eps), *RESIDUAL_STREAM_AXES),)
+    fork = NormFanout(cfg.norm_eps, many, ctx.mesh, ctx.rules)
+    x, made, stack = rms_norm_fanout(fork, x, weight, place)
+    h = tuple(ctx.constrain(each, *RESIDUAL_STREAM_AXES) for each in made)
     if here.stacks is not None and stack is not None:
         here.stacks.norms[group] = stack
     return x, h
 
 
 def attention_block(
-    cfg: LlamaConfig, weights: Params, h: Sequence[jax.Array], tables: Tables, here: LayerContext, attend: Any
+    cfg: LlamaConfig, weights: Params, h: Sequence[jax.Array], tables: RopeTables, here: LayerContext, attend: Any
 ) -> jax.Array:
     """Projections of `h`, the normed x, norms of queries and keys (Qwen3), rotation, attention, output projection."""
-    ctx, weights = here.ctx, share_scales(weights, here, "attention") if here.shares_scales else weights
+    ctx, weights = here.ctx, quantize_with_shared_scale(weights, here, "attention") if here.shares_scales else weights
     lead = h[0].shape[:2]
 
     def heads(y: jax.Array, axis: str) -> jax.Array:
@@ -180,40 +199,40 @@ def attention_block(
 
     def turn(name: str, y: jax.Array) -> jax.Array:
         by_head = cfg.qk_norm and not cfg.joint_qk_norm
-        return apply_rope(normed(cfg, y, weights[f"{name}_norm"]) if by_head else y, tables)
+        return apply_rope(apply_norm(cfg, y, weights[f"{name}_norm"]) if by_head else y, tables)
 
-    q, k, v = linears(h[0], weights, here, "attention", QKV, copies=h[1:])
+    q, k, v = apply_linears(h[0], weights, here, "attention", QKV, copies=h[1:])
     if cfg.joint_qk_norm:
-        q, k = normed(cfg, q, weights["q_norm"]), normed(cfg, k, weights["k_norm"])
+        q, k = apply_norm(cfg, q, weights["q_norm"]), apply_norm(cfg, k, weights["k_norm"])
     q, k, v = turn("q", heads(q, "heads")), turn("k", heads(k, "kv_heads")), heads(v, "kv_heads")
-    out = attend(*(streamed(t) for t in (q, k, v)))
+    out = attend(*(round_residual_stream(t) for t in (q, k, v)))
 
     def project_back(out: jax.Array) -> jax.Array:
-        (y,) = linears(ctx.constrain(out, *inside("heads")), weights, here, "attention", ("o",))
+        (y,) = apply_linears(ctx.constrain(out, *block_activation_axes("heads")), weights, here, "attention", ("o",))
         return y
 
     # [batch, seq, heads, head_dim] -> [batch, seq, heads * head_dim] -> [batch, seq, embed]
     flat = (*lead, cfg.heads * cfg.head_dim)
     # A watch may keep what it sees, and nothing leaves what is rematerialized.
-    y = project_back(out.reshape(flat)) if here.watch else flattened(project_back, out, flat)
-    return ctx.constrain(y, *BETWEEN)
+    y = project_back(out.reshape(flat)) if here.watch else call_with_reshaped(project_back, out, flat)
+    return ctx.constrain(y, *RESIDUAL_STREAM_AXES)
 
 
 def mlp_block(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerContext) -> jax.Array:
     """Gated MLP of `h`, the normed x, or experts, with those that all tokens share beside them."""
-    weights = share_scales(weights, here, "mlp") if here.shares_scales else weights
+    weights = quantize_with_shared_scale(weights, here, "mlp") if here.shares_scales else weights
 
     def dense(sites: Sequence[str]) -> jax.Array:
         y = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation], sites)
-        return here.ctx.constrain(y, *BETWEEN)
+        return here.ctx.constrain(y, *RESIDUAL_STREAM_AXES)
 
     if not cfg.experts:
         return dense(MLP_SITES)
-    y = experts_mlp(cfg, weights, h, here)
+    y = moe_mlp(cfg, weights, h, here)
     return y + dense(SHARED_SITES) if cfg.shared_experts else y
 
 
-def gather_seq(h: jax.Array, ctx: Context) -> jax.Array:
+def all_gather_sequence(h: jax.Array, ctx: ModelContext) -> jax.Array:
     """`h`, split along positions as between blocks, gathered to how a block reads it."""
     if axis_size(ctx.mesh, ctx.rules.mesh_axes("residual_seq")) > axis_size(ctx.mesh, ctx.rules.mesh_axes("seq")):
         # A compiler that may keep excess precision would gather the norm's float32 numbers: twice the bytes, unrounded.
@@ -221,7 +240,7 @@ def gather_seq(h: jax.Array, ctx: Context) -> jax.Array:
     return ctx.constrain(h, "batch", "seq", "width")
 
 
-def project_logits(cfg: LlamaConfig, params: Params, hidden: jax.Array, ctx: Context) -> jax.Array:
+def project_logits(cfg: LlamaConfig, params: Params, hidden: jax.Array, ctx: ModelContext) -> jax.Array:
     """Logits, float32 [..., vocab], of hidden states [batch, seq, embed]."""
     weight = head_weight(params).astype(hidden.dtype)
     logits = jnp.dot(hidden, weight, preferred_element_type=jnp.float32)
@@ -235,6 +254,6 @@ def positions_of(batch: Batch) -> jax.Array:
     return jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None]
 
 
-def rope_of(cfg: LlamaConfig, positions: jax.Array) -> Tables:
+def rope_of(cfg: LlamaConfig, positions: jax.Array) -> RopeTables:
     """cos and sin for the model's frequencies at `positions`."""
-    return rope_tables(positions, rope_frequencies(cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling))
+    return rope_cos_sin(positions, rope_frequencies(cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling))

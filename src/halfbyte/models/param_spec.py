@@ -13,17 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-KINDS = {"linear": 2, "experts": 3, "router": 2, "balance": 1, "norm": 1, "embedding": 2, "head": 2}
+PARAM_KIND_NDIMS = {"linear": 2, "experts": 3, "router": 2, "balance": 1, "norm": 1, "embedding": 2, "head": 2}
 """Kind -> the dims of one layer's. `balance` is a router's bias: state among the weights, which no gradient moves."""
-GEMMS = ("linear", "experts")
+GEMM_KINDS = ("linear", "experts")
 """Kinds that a policy may quantize: matrices [in, out], for experts one each."""
 Specs = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: `axes` names its dims logically, `init` is the standard deviation of a normal (None: ones), `kind`
-    is one of `KINDS`, `module` what Hugging Face `transformers` calls it (inside its layer, if it is stacked).
+    """Spec of one parameter: shape, logical `axes`, `init` as standard deviation of a normal (None: ones).
+
+    `kind` is a key of `PARAM_KIND_NDIMS`. `module` is the name in Hugging Face `transformers`, within its layer if the
+    parameter is stacked.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +33,7 @@ class ParamSpec:
     init: float | None
     kind: str = ""
     module: str = ""
-    active: int = 1
+    active_experts: int = 1
     """Of experts: how many a token passes."""
     dtype: Any = jnp.float32
 
@@ -57,35 +59,36 @@ class ParamSpec:
 
     def check(self, path: str) -> None:
         """ValueError unless it says what it is, and its dims are that kind's."""
-        if self.kind not in KINDS:
+        if self.kind not in PARAM_KIND_NDIMS:
             raise ValueError(
                 f"parameter {path} {list(self.shape)} declares kind {self.kind!r}, which is none of "
-                f"{', '.join(KINDS)}; say what it is beside its axes, where the family's parameters are declared"
+                f"{', '.join(PARAM_KIND_NDIMS)}; say what it is beside its axes, "
+                "where the family's parameters are declared"
             )
-        dims = KINDS[self.kind] + self.stacked
+        dims = PARAM_KIND_NDIMS[self.kind] + self.stacked
         if not len(self.shape) == len(self.axes) == dims:
             raise ValueError(
                 f"parameter {path} is declared as {self.kind}, which has {dims} dims here, but its shape is "
                 f"{list(self.shape)} and its axes are {self.axes}"
             )
 
-    def make(self, key: jax.Array) -> jax.Array:
+    def initialize(self, key: jax.Array) -> jax.Array:
         """A freshly initialised array."""
         if not self.init:
             return jnp.full(self.shape, self.init is None, self.dtype)
         return jax.random.normal(key, self.shape, self.dtype) * jnp.asarray(self.init, self.dtype)
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_specs(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Path -> leaf, with `/` between names."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat.update(flatten(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value})
+        flat.update(flatten_specs(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value})
     return flat
 
 
-def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """The nested dict of path -> leaf: what `flatten` undoes."""
+def unflatten_specs(flat: dict[str, Any]) -> dict[str, Any]:
+    """Returns the nested dict of a dict path -> leaf; the inverse of `flatten_specs`."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, name = path.split("/")

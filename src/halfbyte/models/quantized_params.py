@@ -18,24 +18,24 @@ from jax import lax
 from jax.sharding import Mesh
 
 from halfbyte import ops
+from halfbyte.distributed import DEFAULT_RULES, LogicalAxisRules, named_sharding
 from halfbyte.formats import amax_of
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES, LlamaConfig, param_specs
-from halfbyte.models.context import LayerContext
+from halfbyte.models.model_context import LayerContext
+from halfbyte.models.param_spec import flatten_specs, unflatten_specs
 from halfbyte.models.params import Params
-from halfbyte.models.spec import flatten, nest
-from halfbyte.recipe import WEIGHTS, Recipe, Resolved
-from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
+from halfbyte.recipes import WEIGHT_ROLES, Recipe, ResolvedPolicy
 
-FUSED = {
+FUSED_GROUPS = {
     "attention": (("q", "k", "v"),),
     "mlp": (("gate", "up"), EXPERT_SITES[:2], SHARED_SITES[:2]),
 }
 """Linears of one input, which serving engines join into one, by group; of each expert its own."""
 
 
-def fused(group: str, name: str) -> tuple[str, ...]:
+def fused_group(group: str, name: str) -> tuple[str, ...]:
     """The linears that `name` of `group` is joined with, itself among them; none if it stands alone."""
-    return next((names for names in FUSED[group] if name in names), ())
+    return next((names for names in FUSED_GROUPS[group] if name in names), ())
 
 
 def is_qweight(node: Any) -> bool:
@@ -44,10 +44,14 @@ def is_qweight(node: Any) -> bool:
 
 
 def quantize_weights(
-    cfg: LlamaConfig, params: Params, resolved: Resolved, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES
+    cfg: LlamaConfig,
+    params: Params,
+    resolved: ResolvedPolicy,
+    mesh: Mesh | None = None,
+    rules: LogicalAxisRules = DEFAULT_RULES,
 ) -> Params:
     """`params` with a QWeight wherever a linear has one recipe in all layers and quantizes its weight without noise."""
-    declared = flatten(param_specs(cfg))
+    declared = flatten_specs(param_specs(cfg))
 
     def visit(path: str, weight: Any) -> Any:
         recipe, spec = _only_recipe(resolved, path), declared[path]
@@ -59,18 +63,21 @@ def quantize_weights(
         @jax.vmap
         def codes(w: jax.Array, amax: jax.Array | None) -> ops.QWeight:
             made = ops.quantize_weight(w, recipe=recipe, sharding=sharding, amax=amax)
-            return dataclasses.replace(made, anchor=None)
+            return dataclasses.replace(made, master=None)
 
         shared = group_amaxes(params["layers"], resolved, *path.split("/")[1:])
-        return dataclasses.replace(codes(weight, shared), anchor=weight)
+        return dataclasses.replace(codes(weight, shared), master=weight)
 
-    return {**params, **nest({path: visit(path, w) for path, w in flatten({"layers": params["layers"]}).items()})}
+    return {
+        **params,
+        **unflatten_specs({path: visit(path, w) for path, w in flatten_specs({"layers": params["layers"]}).items()}),
+    }
 
 
-def share_scales(weights: Params, here: LayerContext, group: str) -> Params:
+def quantize_with_shared_scale(weights: Params, here: LayerContext, group: str) -> Params:
     """A layer's `weights` of one group, quantized with one tensor scale where its recipes say so (`shared_scales`);
     experts share theirs where they are multiplied."""
-    for names in FUSED[group]:
+    for names in FUSED_GROUPS[group]:
         if names[0] in weights and names[0] not in EXPERT_SITES:
             weights = weights | _sharing(weights, here, group, names)
     return weights
@@ -78,7 +85,7 @@ def share_scales(weights: Params, here: LayerContext, group: str) -> Params:
 
 def _sharing(weights: Params, here: LayerContext, group: str, joined: Sequence[str]) -> dict[str, ops.QWeight]:
     """Those of the `joined` weights that share a scale and have no codes yet, quantized."""
-    shared = (name for name in joined if shares_scale(here.recipe(group, name)))
+    shared = (name for name in joined if has_shared_scale(here.recipe(group, name)))
     names = [name for name in shared if not is_qweight(weights[name])]
     if not names:
         return {}
@@ -92,29 +99,29 @@ def _sharing(weights: Params, here: LayerContext, group: str, joined: Sequence[s
     return {name: codes(name) for name in names}
 
 
-def shares_scale(recipe: Recipe) -> bool:
+def has_shared_scale(recipe: Recipe) -> bool:
     """Whether this weight's tensor scale is its group's."""
     return recipe.shared_scales and recipe.fprop_w.format.tensor_scale
 
 
-def group_amaxes(stacks: Params, resolved: Resolved, group: str, name: str) -> jax.Array | None:
+def group_amaxes(stacks: Params, resolved: ResolvedPolicy, group: str, name: str) -> jax.Array | None:
     """float32 [layers], or [layers, experts]: the amax that stands for weight `name`'s own; None if all have their
     own."""
     path, layers = f"layers/{group}/{name}", next(iter(stacks[group].values())).shape[0]
-    together = fused(group, name)
-    shared = [name in together and shares_scale(resolved.at(path, layer)) for layer in range(layers)]
+    together = fused_group(group, name)
+    shared = [name in together and has_shared_scale(resolved.recipe_at(path, layer)) for layer in range(layers)]
     if not any(shared):
         return None
-    own = {other: amaxes_of(_master(stacks[group][other])) for other in together}
+    own = {other: matrix_amaxes(_master_of(stacks[group][other])) for other in together}
     rows = []
     for layer in range(layers):
-        joined = [other for other in together if shares_scale(resolved.at(f"layers/{group}/{other}", layer))]
+        joined = [other for other in together if has_shared_scale(resolved.recipe_at(f"layers/{group}/{other}", layer))]
         read = joined if shared[layer] else [name]
         rows.append(functools.reduce(jnp.maximum, (own[other][layer] for other in read)))
     return jnp.stack(rows)
 
 
-def amaxes_of(stack: jax.Array) -> jax.Array:
+def matrix_amaxes(stack: jax.Array) -> jax.Array:
     """float32: the amax of each matrix of a stack [..., in, out]."""
     each = amax_of
     for _ in stack.shape[:-2]:
@@ -122,23 +129,27 @@ def amaxes_of(stack: jax.Array) -> jax.Array:
     return each(stack)
 
 
-def _master(weight: Any) -> jax.Array:
-    return weight.anchor if is_qweight(weight) else weight
+def _master_of(weight: Any) -> jax.Array:
+    return weight.master if is_qweight(weight) else weight
 
 
-def _only_recipe(resolved: Resolved, path: str) -> Recipe | None:
+def _only_recipe(resolved: ResolvedPolicy, path: str) -> Recipe | None:
     found = {segment.recipes.get(path) for segment in resolved.segments}
     recipe = found.pop() if len(found) == 1 else None
-    if recipe is None or recipe.history or not any(getattr(recipe, role).format.quantized for role in WEIGHTS):
+    if (
+        recipe is None
+        or recipe.amax_history_len
+        or not any(getattr(recipe, role).format.quantized for role in WEIGHT_ROLES)
+    ):
         return None
-    return None if any(getattr(recipe, role).stochastic for role in WEIGHTS) else recipe
+    return None if any(getattr(recipe, role).stochastic for role in WEIGHT_ROLES) else recipe
 
 
-def with_anchors(ready: Params, params: Params) -> Params:
+def with_master_weights(ready: Params, params: Params) -> Params:
     """`ready` with the master weights of `params` as anchors: what is differentiated is `params`."""
 
     def join(kept: Any, weight: Any) -> Any:
-        return dataclasses.replace(kept, anchor=weight) if is_qweight(kept) else weight
+        return dataclasses.replace(kept, master=weight) if is_qweight(kept) else weight
 
     joined: Params = jax.tree.map(join, ready, params, is_leaf=is_qweight)
     return joined

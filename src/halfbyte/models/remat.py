@@ -21,16 +21,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from halfbyte.nn.context_attention import KEPT
-from halfbyte.ops.operand import SAVED, SCALES
+from halfbyte.ops.context_parallel_attention import RESIDUAL_NAME
+from halfbyte.ops.operand import SAVED_NAME, SCALES_NAME
 
-LINEAR = "linear"  # the checkpoint name of a linear's output, in the compute dtype
-STREAM = "stream"  # of the stream between the halves of a layer, and of what attention reads
+LINEAR_NAME = "linear"  # the checkpoint name of a linear's output, in the compute dtype
+STREAM_NAME = "stream"  # of the stream between the halves of a layer, and of what attention reads
 # cuDNN's primitives: their outputs are the context and the softmax statistics.
-FUSED_ATTENTION = "dot_product_attention_fwd"
+FUSED_ATTENTION_PRIMITIVE = "dot_product_attention_fwd"
 
 
-def rematerialized(layer: Callable[..., Any], remat: str, *, looped: bool = True) -> Callable[..., Any]:
+def checkpoint_layer(layer: Callable[..., Any], remat: str, *, looped: bool = True) -> Callable[..., Any]:
     """`layer` (a scan body) with what `remat` says kept for its backward pass.
 
     A loop keeps the two passes apart; where the layers are unrolled (not `looped`) a barrier must, or the compiler
@@ -38,46 +38,46 @@ def rematerialized(layer: Callable[..., Any], remat: str, *, looped: bool = True
     """
     if remat == "none":
         return layer
-    policies = {"dots": _keeps_dots, "quantized": _keeps_stream, "full": None}
+    policies = {"dots": _save_dots, "quantized": _save_residual_stream, "full": None}
     return jax.checkpoint(layer, prevent_cse=not looped, policy=policies[remat])
 
 
-def named(y: jax.Array) -> jax.Array:
+def name_linear_output(y: jax.Array) -> jax.Array:
     """`y`, marked as a linear's output."""
-    return checkpoint_name(y, LINEAR)
+    return checkpoint_name(y, LINEAR_NAME)
 
 
-def streamed(x: jax.Array) -> jax.Array:
+def round_residual_stream(x: jax.Array) -> jax.Array:
     """`x`, rounded to its dtype for good and marked as part of the stream.
 
     What a remat policy saves is rounded, what it does not save a compiler may carry on with excess precision; with the
     rounding here, the model computes the same under every policy.
     """
     bits = jnp.finfo(x.dtype)
-    return checkpoint_name(lax.reduce_precision(x, exponent_bits=bits.nexp, mantissa_bits=bits.nmant), STREAM)
+    return checkpoint_name(lax.reduce_precision(x, exponent_bits=bits.nexp, mantissa_bits=bits.nmant), STREAM_NAME)
 
 
-def flattened(fn: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def call_with_reshaped(fn: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """fn(x reshaped to `shape`), where the backward pass keeps x, if anyone does, and no reshaped copy beside it."""
-    return jax.checkpoint(lambda x: fn(x.reshape(shape)), prevent_cse=False, policy=_keeps_all_but_views)(x)
+    return jax.checkpoint(lambda x: fn(x.reshape(shape)), prevent_cse=False, policy=_save_all_but_views)(x)
 
 
-def _keeps_all_but_views(primitive: Any, *args: Any, **params: Any) -> bool:
+def _save_all_but_views(primitive: Any, *args: Any, **params: Any) -> bool:
     return bool(primitive.name != "reshape")
 
 
-def _keeps_dots(primitive: Any, *args: Any, **params: Any) -> bool:
+def _save_dots(primitive: Any, *args: Any, **params: Any) -> bool:
     # By name and not by `dot_general`: a GEMM's own output is float32, twice the size of what is used.
     return _fused_attention(primitive) or _SAVES_DOTS(primitive, *args, **params)
 
 
-def _keeps_stream(primitive: Any, *args: Any, **params: Any) -> bool:
+def _save_residual_stream(primitive: Any, *args: Any, **params: Any) -> bool:
     return _fused_attention(primitive) or _SAVES_STREAM(primitive, *args, **params)
 
 
 def _fused_attention(primitive: Any) -> bool:
-    return bool(primitive.name.startswith(FUSED_ATTENTION))
+    return bool(primitive.name.startswith(FUSED_ATTENTION_PRIMITIVE))
 
 
-_SAVES_DOTS = jax.checkpoint_policies.save_only_these_names(LINEAR, KEPT, SAVED, SCALES)
-_SAVES_STREAM = jax.checkpoint_policies.save_only_these_names(STREAM, KEPT, SCALES)
+_SAVES_DOTS = jax.checkpoint_policies.save_only_these_names(LINEAR_NAME, RESIDUAL_NAME, SAVED_NAME, SCALES_NAME)
+_SAVES_STREAM = jax.checkpoint_policies.save_only_these_names(STREAM_NAME, RESIDUAL_NAME, SCALES_NAME)

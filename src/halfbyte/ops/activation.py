@@ -17,9 +17,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from halfbyte.formats.bits import round_bfloat16
+from halfbyte.formats.exact_float32 import round_bfloat16
 
-Curve = Callable[[jax.Array], jax.Array]
+ScalarFn = Callable[[jax.Array], jax.Array]
 
 
 def _round(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -31,29 +31,29 @@ class Activation:
     """a(g) and its slope a'(g), both of float32."""
 
     name: str
-    curve: Curve
-    slope: Curve
+    fn: ScalarFn
+    derivative: ScalarFn
 
     def forward(self, g: jax.Array, u: jax.Array) -> jax.Array:
         """h in g's dtype."""
         gate, up = g.astype(jnp.float32), u.astype(jnp.float32)
-        return _round(_round(self.curve(gate), g) * up, g).astype(g.dtype)
+        return _round(_round(self.fn(gate), g) * up, g).astype(g.dtype)
 
     def backward(self, g: jax.Array, u: jax.Array, dh: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(dg, du) in g's dtype."""
         gate, up, d = (t.astype(jnp.float32) for t in (g, u, dh))
-        du = _round(d * _round(self.curve(gate), g), g)
-        dg = _round(_round(d * up, g) * self.slope(gate), g)
+        du = _round(d * _round(self.fn(gate), g), g)
+        dg = _round(_round(d * up, g) * self.derivative(gate), g)
         return dg.astype(g.dtype), du.astype(g.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated(activation: Activation, g: jax.Array, u: jax.Array) -> jax.Array:
+def gated_activation(activation: Activation, g: jax.Array, u: jax.Array) -> jax.Array:
     """h with the activation's own roundings, both ways."""
     return activation.forward(g, u)
 
 
-gated.defvjp(
+gated_activation.defvjp(
     lambda activation, g, u: (activation.forward(g, u), (g, u)),
     lambda activation, kept, dh: activation.backward(*kept, dh),
 )

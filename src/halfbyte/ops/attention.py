@@ -3,14 +3,15 @@
 A query sees the keys at or before its position that carry the same segment id; padding (segment 0) is a document of its
 own, so that every row of the softmax has a key. Two implementations:
 
-- `cudnn`: flash attention. Without segments it is told 'causal' and skips the upper triangle. Its fused kernel has no
-segment mask, so segments are
-  handed over as an additive bias [batch, 1, seq, seq] (2 bytes an element, shared by all heads).
-- `xla`: float32 scores. Long sequences go in blocks of queries, each rematerialized and cut at its diagonal, so that
-scores never exist whole.
+- `cudnn`: flash attention. Without segments the mask is causal and the upper triangle is skipped. The fused kernel has
+  no segment mask, so segments are passed as an additive bias [batch, 1, seq, seq] (2 bytes per element, shared by all
+  heads).
+- `xla`: float32 scores. Long sequences are split into blocks of queries, each rematerialized and cut at its diagonal,
+so
+  the score matrix never exists whole.
 
-On a mesh it runs inside `shard_map`: batch over data and fsdp, heads over tensor. Over context devices share the work
-evenly (`context_attention.py`).
+On a mesh it runs inside `shard_map`: batch over data and fsdp, heads over tensor. Devices along context share the work
+evenly (`context_parallel_attention.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, on_parts
-
-from .attention_blocks import QUERY_BLOCK, scores
-from .context_attention import balanced_attention
+from halfbyte.distributed import DEFAULT_RULES, LogicalAxisRules, axis_size, shard_map_over
+from halfbyte.ops.context_parallel_attention import QUERY_BLOCK, attention_scores, zigzag_attention
 
 IMPLEMENTATIONS = ("auto", "cudnn", "xla")
 
@@ -39,7 +38,7 @@ def attention(
     *,
     implementation: str = "auto",
     mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
+    rules: LogicalAxisRules = DEFAULT_RULES,
 ) -> jax.Array:
     """Causal attention, [batch, seq, heads, head_dim] in q's dtype. `k`, `v` [batch, seq, kv_heads, head_dim],
     kv_heads divides heads.
@@ -47,8 +46,10 @@ def attention(
     `segments` int32 [batch, seq] masks documents from each other; None means that every row is one document. Naming an
     implementation that cannot serve is a ValueError that says why.
     """
-    chosen = choose_attention(q.shape, q.dtype, implementation=implementation, mesh=mesh, packed=segments is not None)
-    local: Callable[..., jax.Array] = functools.partial(_local, implementation=chosen)
+    chosen = select_attention_impl(
+        q.shape, q.dtype, implementation=implementation, mesh=mesh, packed=segments is not None
+    )
+    local: Callable[..., jax.Array] = functools.partial(_attention_on_shard, implementation=chosen)
     if mesh is None or mesh.size == 1:  # inside shard_map the backward pass would keep the result a second time
         return local(q, k, v, segments)
     axes = rules.mesh_axes("seq")
@@ -59,14 +60,14 @@ def attention(
                 f"attention: context={parts} cuts a sequence into {2 * parts} chunks, and {seq} is no multiple of "
                 f"that; use a seq that is a multiple of {2 * parts}, or a smaller context"
             )
-        local = lambda q, k, v, segments: balanced_attention(q, k, v, segments, axes, chosen)  # noqa: E731
+        local = lambda q, k, v, segments: zigzag_attention(q, k, v, segments, axes, chosen)  # noqa: E731
     queries, keys = (rules.spec(("batch", "seq", heads), mesh) for heads in ("heads", "kv_heads"))
     in_specs = (queries, keys, keys, None if segments is None else rules.spec(("batch", "seq"), mesh))
-    y: jax.Array = on_parts(local, mesh, in_specs, queries)(q, k, v, segments)
+    y: jax.Array = shard_map_over(local, mesh, in_specs, queries)(q, k, v, segments)
     return y
 
 
-def choose_attention(
+def select_attention_impl(
     shape: tuple[int, ...],
     dtype: jnp.dtype,
     *,
@@ -109,7 +110,9 @@ def _platform(mesh: Mesh | None) -> str:
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
-def _local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, *, implementation: str) -> jax.Array:
+def _attention_on_shard(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, *, implementation: str
+) -> jax.Array:
     if implementation == "cudnn":
         mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
@@ -134,13 +137,13 @@ def _xla_rows(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | No
     visible = rows >= lax.broadcasted_iota(jnp.int32, (1, stop - start, stop), 2)
     if segments is not None:
         visible = visible & (segments[:, start:stop, None] == segments[:, None, :stop])
-    return visible_attention(q[:, start:stop], k[:, :stop], v[:, :stop], visible)
+    return masked_attention(q[:, start:stop], k[:, :stop], v[:, :stop], visible)
 
 
-def visible_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
     """Attention [batch, queries, heads, head_dim] over the keys of a block, or of a cache, that are `visible`, bool
     [batch, queries, keys]. Scores in float32; query heads grouped by their key head, nothing repeated.
     """
-    weights = jax.nn.softmax(scores(q, k, visible), axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(attention_scores(q, k, visible), axis=-1).astype(v.dtype)
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, preferred_element_type=jnp.float32)
     return out.astype(q.dtype).reshape(q.shape)

@@ -25,21 +25,28 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from halfbyte.ops.shards import scatter_gradient
-from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, check_sharded, constrain, on_parts
+from halfbyte.distributed import (
+    DEFAULT_RULES,
+    LogicalAxisRules,
+    axis_size,
+    check_sharded,
+    shard_map_over,
+    with_logical_constraint,
+)
+from halfbyte.ops.linear_sharding import reduce_scatter_gradient
 
-CHUNK_BYTES = 2**30  # float32 logits of one chunk, at most, when the chunk size is not given
+LOGITS_CHUNK_BYTES = 2**30  # float32 logits of one chunk, at most, when the chunk size is not given
 
 
-class Spread(NamedTuple):
+class LossSharding(NamedTuple):
     """Over which devices the loss is computed; the head's gradient travels between them in `reduce_dtype`."""
 
     mesh: Mesh | None = None
-    rules: Rules = DEFAULT_RULES
+    rules: LogicalAxisRules = DEFAULT_RULES
     reduce_dtype: str = "float32"
 
 
-ALONE = Spread()
+UNSHARDED_LOSS = LossSharding()
 
 
 class _Setup(NamedTuple):
@@ -48,7 +55,7 @@ class _Setup(NamedTuple):
     z_loss: float
     chunk: int | None
     cap: float | None
-    spread: Spread
+    spread: LossSharding
 
 
 class _PerToken(NamedTuple):
@@ -64,30 +71,30 @@ def cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     cap: float | None = None,
-    spread: Spread = ALONE,
+    spread: LossSharding = UNSHARDED_LOSS,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(sum over scored tokens of nll + z_loss * lse^2, aux), float32. `hidden` [B, S, D], `head` [D, V], `targets`
     [B, S], -1 not scored.
 
     aux: `nll_sum`, `z_sum` (the z term's part of the sum) and `tokens` (how many were scored, float32); no gradient
     flows through it. `chunk` is the number of a device's tokens whose logits exist at one time; `cap` bounds logits
-    (`capped`).
+    (`softcap_logits`).
     """
     _check(hidden, head, targets, spread)
     setup = _Setup(float(z_loss), chunk, cap, spread)
-    total, nll_sum, z_sum = _summed(hidden, head, targets, setup)
+    total, nll_sum, z_sum = _chunked_cross_entropy(hidden, head, targets, setup)
     tokens = jnp.sum(targets >= 0, dtype=jnp.int32).astype(jnp.float32)
     return total, {"nll_sum": lax.stop_gradient(nll_sum), "z_sum": lax.stop_gradient(z_sum), "tokens": tokens}
 
 
-def token_nll(
+def per_token_nll(
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
     *,
     chunk: int | None = None,
     cap: float | None = None,
-    spread: Spread = ALONE,
+    spread: LossSharding = UNSHARDED_LOSS,
 ) -> jax.Array:
     """The negative log-likelihood of each target, float32 [B, S], 0 where the target is -1. For scoring: it has no
     gradient.
@@ -97,12 +104,12 @@ def token_nll(
     return lax.stop_gradient(per_token.nll)
 
 
-def capped(logits: jax.Array, cap: float | None) -> jax.Array:
+def softcap_logits(logits: jax.Array, cap: float | None) -> jax.Array:
     """cap tanh(logits / cap): almost the same where they are small, never beyond `cap`. None: as they are."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, spread: Spread) -> None:
+def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, spread: LossSharding) -> None:
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != head.shape[0]:
         raise ValueError(
             f"loss: hidden {hidden.shape}, head {head.shape} and targets {targets.shape} "
@@ -112,7 +119,7 @@ def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, spread: Sprea
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _summed(
+def _chunked_cross_entropy(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, setup: _Setup
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     per_token, _ = _sharded(hidden, head, targets, setup, with_grads=False)
@@ -137,7 +144,7 @@ def _summed_bwd(
     return (dhidden.astype(jnp.float32) * g).astype(dhidden.dtype), (dhead * g).astype(head_like.dtype), None
 
 
-_summed.defvjp(_summed_fwd, _summed_bwd)
+_chunked_cross_entropy.defvjp(_summed_fwd, _summed_bwd)
 
 
 def _sharded(
@@ -153,10 +160,12 @@ def _sharded(
     tokens = rules.spec(("batch", "seq"), mesh)
     stored = rules.spec(("embed", "vocab"), mesh)
     gathered = rules.spec((None, "vocab"), mesh)
-    head = constrain(head, ("embed", "vocab"), mesh, rules)  # the cast happens before the gather
+    head = with_logical_constraint(head, ("embed", "vocab"), mesh, rules)  # the cast happens before the gather
     local = functools.partial(_local, setup=setup, with_grads=with_grads)
     out_specs = tokens, (tokens, stored) if with_grads else None
-    made: tuple[_PerToken, Any] = on_parts(local, mesh, (tokens, gathered, tokens), out_specs)(hidden, head, targets)
+    made: tuple[_PerToken, Any] = shard_map_over(local, mesh, (tokens, gathered, tokens), out_specs)(
+        hidden, head, targets
+    )
     return made
 
 
@@ -172,7 +181,7 @@ def _local(
     x = jnp.pad(hidden.reshape(tokens, width), ((0, padding), (0, 0))).reshape(count, chunk, width)
     t = jnp.pad(targets.reshape(tokens), (0, padding), constant_values=-1).reshape(count, chunk)
 
-    visit = functools.partial(_visit, head=head, setup=setup, with_grads=with_grads)
+    visit = functools.partial(_chunk_step, head=head, setup=setup, with_grads=with_grads)
     if count == 1:
         dhead, (per_token, dx) = visit(None, (x[0], t[0]))
     else:
@@ -185,13 +194,13 @@ def _local(
     return per_token, (dx.reshape(-1, width)[:tokens].reshape(hidden.shape), _reduce_head(dhead, setup))
 
 
-def _visit(
+def _chunk_step(
     dhead: jax.Array | None, chunk: tuple[jax.Array, jax.Array], *, head: jax.Array, setup: _Setup, with_grads: bool
 ) -> Any:
     """One chunk: its nll and lse, and what it adds to the gradients."""
     x, target = chunk
     vocab_axes = _live_axes(setup, "vocab")
-    logits = capped(jnp.dot(x, head, preferred_element_type=jnp.float32), setup.cap)  # [chunk, vocab]
+    logits = softcap_logits(jnp.dot(x, head, preferred_element_type=jnp.float32), setup.cap)  # [chunk, vocab]
     scored = (target >= 0).astype(jnp.float32)
     lse = _logsumexp(logits, vocab_axes)
     shard = lax.axis_index(vocab_axes).astype(jnp.int32) if vocab_axes else jnp.int32(0)
@@ -223,7 +232,7 @@ def _reduce_head(dhead: jax.Array, setup: _Setup) -> jax.Array:
         return dhead
     split = _live_axes(setup, "embed")
     summed = tuple(axis for axis in (*_live_axes(setup, "batch"), *_live_axes(setup, "seq")) if axis not in split)
-    scattered = scatter_gradient(dhead, (split, ()), setup.spread.reduce_dtype)
+    scattered = reduce_scatter_gradient(dhead, (split, ()), setup.spread.reduce_dtype)
     return _psum(scattered, summed)  # what is left to add up is a part
 
 
@@ -241,5 +250,5 @@ def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _default_chunk(vocab: int, tokens: int) -> int:
     """The most tokens that there is room for, or up to half as many where those divide all of them: none is padded."""
-    most = max(128, CHUNK_BYTES // (4 * vocab) // 128 * 128)
+    most = max(128, LOGITS_CHUNK_BYTES // (4 * vocab) // 128 * 128)
     return next((n for n in range(most, most // 2, -128) if tokens % n == 0), most)

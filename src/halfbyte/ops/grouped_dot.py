@@ -20,19 +20,26 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from halfbyte.ops.first_order import first_order
-from halfbyte.ops.grouped_linear import grouped_tiles, unserved
-from halfbyte.ops.problem import check_dtype, check_weight
+from halfbyte.ops.expert_tiles import apply_in_tiles, choose_tile_rows
+from halfbyte.ops.gemm_problem import check_input_dtype, check_weight_dtype
+from halfbyte.ops.grouped_linear import grouped_matmul, unsupported_grouped
 from halfbyte.ops.qdot import qdot
-from halfbyte.ops.surroundings import explicit_sharding, in_auto_axes, own_key, vary_alike
-from halfbyte.ops.tiles import through_tiles, tile_rows
-from halfbyte.recipe import GEMMS, Recipe, as_recipe
+from halfbyte.ops.trace_context import (
+    explicit_sharding,
+    in_auto_axes,
+    pvary_to_common_axes,
+    refuse_second_derivative,
+    warn_if_key_shared,
+)
+from halfbyte.recipes import GEMM_ROLES, Recipe, as_recipe, layer_key
+from halfbyte.renamed import renamed_parameters
 
-Groups = jax.Array | np.ndarray | Sequence[int]
+GroupSizes = jax.Array | np.ndarray | Sequence[int]
 
 
+@renamed_parameters()
 def grouped_qdot(
-    x: jax.Array, w: jax.Array, groups: Groups, *, recipe: Recipe | str, key: jax.Array | None = None,
+    x: jax.Array, w: jax.Array, groups: GroupSizes, *, recipe: Recipe | str, key: jax.Array | None = None,
     backend: str = "auto",
 ) -> jax.Array:  # fmt: skip
     """x [rows, inputs] times w [experts, inputs, outputs], each row with its expert's, in x's dtype.
@@ -46,14 +53,14 @@ def grouped_qdot(
     """
     chosen = as_recipe(recipe, "grouped_qdot")
     groups = groups if isinstance(groups, jax.Array) else np.asarray(groups)
-    x, w = vary_alike(jnp.asarray(x), jnp.asarray(w))
+    x, w = pvary_to_common_axes(jnp.asarray(x), jnp.asarray(w))
     _check(x, w, groups)
     if x.shape[0] == 0 or w.shape[0] == 0:
         return jnp.zeros((x.shape[0], w.shape[-1]), x.dtype)
 
     def run(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray, key: jax.Array | None) -> jax.Array:
-        own = own_key(key, (chosen,), (x, w))
-        return first_order(_products(x, w, groups, chosen, own, backend), x, w)
+        own = warn_if_key_shared(key, (chosen,), (x, w))
+        return refuse_second_derivative(_products(x, w, groups, chosen, own, backend), x, w)
 
     found = explicit_sharding(x, w)
     if found is None:
@@ -66,12 +73,12 @@ def _products(
     x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray, recipe: Recipe, key: jax.Array | None, backend: str
 ) -> jax.Array:
     counts = jnp.asarray(groups, jnp.int32)
-    if backend == "auto" and unserved(recipe) is None:
+    if backend == "auto" and unsupported_grouped(recipe) is None:
         y = _tiled(x, w, jnp.clip(counts, 0, x.shape[0]), recipe, key)  # a kernel counts its steps by them
     elif isinstance(groups, jax.core.Tracer):
-        y = _looped(x, w, counts, recipe, key, backend)
+        y = _reference_loop(x, w, counts, recipe, key, backend)
     else:
-        y = _unrolled(x, w, np.asarray(groups), recipe, key, backend)
+        y = _reference_unrolled(x, w, np.asarray(groups), recipe, key, backend)
     fits = (jnp.min(counts) >= 0) & (jnp.max(counts) <= x.shape[0]) & (jnp.sum(counts) <= x.shape[0])
     return jnp.where(fits, y, jnp.full((), jnp.nan, x.dtype))
 
@@ -79,20 +86,20 @@ def _products(
 def _tiled(x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: jax.Array | None) -> jax.Array:
     """Tile by tile: rows are moved to where tiles begin, and back."""
     rows = x.shape[0]
-    tile = tile_rows(rows, w.shape[0], [recipe])
+    tile = choose_tile_rows(rows, w.shape[0], [recipe])
     expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows, dtype=jnp.int32), side="right").astype(jnp.int32)
-    return through_tiles(
-        x, expert, counts, tile, lambda rows, tiles: grouped_tiles(rows, w, tiles, recipe=recipe, key=key)
+    return apply_in_tiles(
+        x, expert, counts, tile, lambda rows, tiles: grouped_matmul(rows, w, tiles, recipe=recipe, key=key)
     )
 
 
-def _room(rows: int, recipe: Recipe) -> int:
+def _padded_rows(rows: int, recipe: Recipe) -> int:
     """The rows of a tensor that has whole blocks and transforms along them."""
-    run = math.lcm(*(getattr(recipe, role).run for roles in GEMMS.values() for role in roles))
+    run = math.lcm(*(getattr(recipe, role).quantization_group_size for roles in GEMM_ROLES.values() for role in roles))
     return -(-rows // run) * run
 
 
-def _unrolled(
+def _reference_unrolled(
     x: jax.Array, w: jax.Array, counts: np.ndarray, recipe: Recipe, key: jax.Array | None, backend: str
 ) -> jax.Array:
     """The definition for groups that are known: a `qdot` of each expert's rows. A compiler may sum by size, and so it
@@ -100,8 +107,8 @@ def _unrolled(
     """
 
     def one(expert: int, start: int, count: int) -> jax.Array:
-        mine = jnp.pad(x[start : start + count], ((0, _room(count, recipe) - count), (0, 0)))
-        bits = None if key is None else jax.random.fold_in(key, expert)
+        mine = jnp.pad(x[start : start + count], ((0, _padded_rows(count, recipe) - count), (0, 0)))
+        bits = None if key is None else layer_key(key, expert)
         return qdot(mine, w[expert], recipe=recipe, key=bits, backend=backend)[:count]
 
     starts = np.cumsum(counts) - counts
@@ -110,12 +117,12 @@ def _unrolled(
     return jnp.concatenate([*made, nobodys])
 
 
-def _looped(
+def _reference_loop(
     x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: jax.Array | None, backend: str
 ) -> jax.Array:
     """The definition: an expert after the other, each a tensor of all rows."""
     rows, starts = x.shape[0], jnp.cumsum(counts) - counts
-    room = _room(rows, recipe)  # of one expert, which may have all rows
+    room = _padded_rows(rows, recipe)  # of one expert, which may have all rows
     padded = jnp.pad(x, ((0, room), (0, 0)))
 
     @jax.checkpoint  # what one expert keeps is as large as what all keep
@@ -123,12 +130,12 @@ def _looped(
         weight, number, start, count = expert
         own = jnp.arange(room, dtype=jnp.int32)[:, None] < count
         mine = jnp.where(own, lax.dynamic_slice_in_dim(padded, start, room), jnp.zeros((), x.dtype))
-        bits = None if key is None else jax.random.fold_in(key, number)
+        bits = None if key is None else layer_key(key, number)
         made = qdot(mine, weight, recipe=recipe, key=bits, backend=backend)
         kept = jnp.where(own, made, lax.dynamic_slice_in_dim(y, start, room))
         return lax.dynamic_update_slice_in_dim(y, kept, start, 0), None
 
-    begun, *_ = vary_alike(jnp.zeros((rows + room, w.shape[-1]), x.dtype), x, counts)
+    begun, *_ = pvary_to_common_axes(jnp.zeros((rows + room, w.shape[-1]), x.dtype), x, counts)
     y, _ = lax.scan(one, begun, (w, jnp.arange(w.shape[0], dtype=jnp.int32), starts, counts))
     return y[:rows]
 
@@ -140,8 +147,8 @@ def _check(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray) -> None:
             f"grouped_qdot takes x [rows, inputs], w [experts, inputs, outputs] and groups [experts], got {x.shape}, "
             f"{w.shape} and {groups.shape}"
         )
-    check_dtype(x, "grouped_qdot")
-    check_weight(w, "grouped_qdot")
+    check_input_dtype(x, "grouped_qdot")
+    check_weight_dtype(w, "grouped_qdot")
     if not jnp.issubdtype(groups.dtype, jnp.integer):
         raise TypeError(f"grouped_qdot: groups are counts of rows, whole numbers, got {groups.dtype}")
     if not isinstance(groups, jax.core.Tracer):

@@ -1,12 +1,12 @@
-"""One linear y = x W while it is traced: its weight, its random bits, who makes its operands and who multiplies them.
+"""One linear y = x W during tracing: its weight, its random bits, its quantize passes and its GEMM backends.
 
-`qdot` is one of these or several of one x; `mlp` is three and an activation. A `Linear` is a pytree, so that it goes
-through a custom gradient as it is; its three GEMMs are methods, each from the operands of its sides to its result:
+`qdot` is one of these or several of one x; `mlp` is three and an activation. A `QuantizedLinear` is a pytree, so that
+it can be an argument of a custom VJP. Its three GEMMs are methods from the operands to the result:
 
     fprop  y  = x W         dgrad  dx = dy W^T         wgrad  dw = x^T dy
 
-What the backward pass keeps of it is `kept`, and `restored` makes the linear again there. On a mesh a linear sees local
-arrays; its `Shards` say what travels, and the methods send it.
+`to_residuals` is what the VJP saves, and `rematerialize` rebuilds the linear from it. On a mesh a linear sees local
+arrays. Its `LinearSharding` determines the collectives, which the methods run.
 """
 
 import dataclasses
@@ -20,100 +20,118 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from halfbyte.formats import Packed, quantize
-from halfbyte.kernels.stacks import Layer, array_of
-from halfbyte.ops.backends import check_training
-from halfbyte.ops.execution import Execution, LinearPlan, plan_linear
-from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, added_up, finish
-from halfbyte.ops.operand import EightBit, InTwo, Operand, Owed, Quantized, WeightScales, name_saved, quantize_operand
-from halfbyte.ops.passes import (
-    XLA,
-    KeptWeight,
-    Made,
-    Passes,
-    QuantizedWeight,
-    Read,
-    Request,
-    defined_weight,
-    request,
+from halfbyte.distributed import shard_map_over
+from halfbyte.formats import PackedQTensor, quantize
+from halfbyte.kernels.mosaic_launch import StackSlice, materialize_slice
+from halfbyte.ops.backends import check_token_blocks
+from halfbyte.ops.gemm_problem import (
+    DGRAD,
+    FPROP,
+    WGRAD,
+    GemmKind,
+    apply_epilogue,
+    check_weight_dtype,
+    reduce_partial_sums,
 )
-from halfbyte.ops.problem import check_weight
-from halfbyte.ops.shards import (
-    WHOLE,
-    Cut,
-    Shards,
-    alone,
-    axes_of,
-    cut_of,
-    gather,
-    inside_shape,
-    on_mesh,
-    scatter_gradient,
-    travelling_dtype,
+from halfbyte.ops.linear_plan import ExecutionConfig, LinearPlan, plan_linear
+from halfbyte.ops.linear_sharding import (
+    UNSHARDED,
+    DimAxes,
+    LinearSharding,
+    all_gather_dims,
+    axes_in,
+    dim_axes_of_spec,
+    gathered_input_shape,
+    gradient_reduce_dtype,
+    mask_to_first_shard,
+    reduce_scatter_gradient,
+    run_in_shard_map,
 )
-from halfbyte.ops.weight import (
-    CONTRACTED,
+from halfbyte.ops.operand import (
+    DeferredAlpha,
+    Fp8Operand,
+    Operand,
+    QuantizedOperand,
+    TwoTermOperand,
+    WeightScalesResidual,
+    quantize_operand,
+    tag_residual,
+)
+from halfbyte.ops.quantize_passes import (
+    XLA_PASSES,
+    ArrayOrDeferred,
+    OperandOrResidual,
+    OperandSpec,
+    QuantizePasses,
+    WeightOperand,
+    WeightResidual,
+    operand_spec,
+    quantize_weight_reference,
+)
+from halfbyte.ops.quantized_weight import (
+    CONTRACTED_WEIGHT_AXIS,
+    DelayedScalingWeight,
     QWeight,
-    Remembered,
     Weight,
-    gather_packed,
-    gathered,
-    shares_codes,
+    all_gather_codes,
+    gather_kernel_weight,
+    shares_fprop_dgrad_codes,
     weight_specs,
 )
-from halfbyte.recipe import LinearKey, Recipe, as_recipe
-from halfbyte.sharding import on_parts
+from halfbyte.recipes import LinearKey, Recipe, as_recipe
 
-FLOAT32 = jnp.dtype(jnp.float32)
-TENSORS = ("x", "w", "dy")  # of a linear, as a history has them
+FLOAT32_DTYPE = jnp.dtype(jnp.float32)
+LINEAR_TENSORS = ("x", "w", "dy")  # of a linear, as a history has them
 _Result = TypeVar("_Result")
 
 
-def with_linears(
-    op: Callable[..., _Result], given: Sequence[Any], weights: Sequence[Weight], keys: Sequence[LinearKey | None], *,
-    recipes: Sequence[Recipe], execution: Execution, specs: tuple[Any, Any] = ((), ()),
+def apply_with_linears(
+    op: Callable[..., _Result], inputs: Sequence[Any], weights: Sequence[Weight], keys: Sequence[LinearKey | None], *,
+    recipes: Sequence[Recipe], execution: ExecutionConfig, specs: tuple[Any, Any] = ((), ()),
 ) -> _Result:  # fmt: skip
-    """op(x, linears, ...) of `given` = (x, ...), with x as its blocks of tokens want it and each weight quantized; on
-    every device of the placements' mesh, if there are any: `specs` are those of `given` and of the results.
+    """Returns op(x, linears, ...) of `inputs` = (x, ...), with x as token blocks and each weight quantized.
 
-    The first linear is one that reads x; all see as many tokens.
+    With placements it runs in shard_map over their mesh; `specs` are those of `inputs` and of the results. The first
+    linear must read x. All linears have the same number of tokens.
     """
-    cuts, layers = execution.shards(len(recipes), given[0].ndim), execution.layers or (None,) * len(recipes)
+    cuts, layers = execution.shards(len(recipes), inputs[0].ndim), execution.stack_slices or (None,) * len(recipes)
 
-    def local(given: Sequence[Any], weights: Sequence[Weight], keys: Sequence[LinearKey | None]) -> _Result:
-        x, *rest = given
-        tokens = token_view(x, recipes) if cuts[0] == WHOLE else x
-        inside, linears = inside_shape(tokens, cuts[0]), []
+    def local(inputs: Sequence[Any], weights: Sequence[Weight], keys: Sequence[LinearKey | None]) -> _Result:
+        x, *rest = inputs
+        tokens = as_token_blocks(x, recipes) if cuts[0] == UNSHARDED else x
+        inside, linears = gathered_input_shape(tokens, cuts[0]), []
         for w, key, recipe, cut, layer in zip(weights, keys, recipes, cuts, layers, strict=True):
-            amaxes = w.amaxes if isinstance(w, Remembered) and recipe.history else None
-            w = w.weight if isinstance(w, Remembered) else w
+            amaxes = w.amaxes if isinstance(w, DelayedScalingWeight) and recipe.amax_history_len else None
+            w = w.weight if isinstance(w, DelayedScalingWeight) else w
             plan = plan_linear(inside, w, recipe, execution, cut)
             if not isinstance(w, QWeight):
-                passes, packed = plan.choice.for_weight, plan.problem.gathered
-                before = None if amaxes is None else amaxes[TENSORS.index("w")]
+                passes, packed = plan.choice.weight_quantize_passes, plan.problem.gathered
+                before = None if amaxes is None else amaxes[LINEAR_TENSORS.index("w")]
                 layer = layer if passes.reads_stacks else None
                 read = w if layer is None else layer
-                made = quantize_part(read, recipe, key, cut=cut.w, passes=passes, packed=packed, amax=before)
-                w = dataclasses.replace(made, anchor=w)
+                made = quantize_weight_shard(read, recipe, key, cut=cut.w, passes=passes, packed=packed, amax=before)
+                w = dataclasses.replace(made, master=w)
             else:
                 layer = None
-            linears.append(Linear(plan, w, key, amaxes, layer))
+            linears.append(QuantizedLinear(plan, w, key, amaxes, layer))
         return op(tokens, tuple(linears), *rest)
 
     if execution.placements is None:
-        return local(given, weights, keys)
+        return local(inputs, weights, keys)
     placed = [weight_specs(w, p.w) for w, p in zip(weights, execution.placements, strict=True)]
-    inputs = (tuple(given), tuple(weights), tuple(keys))
-    return on_mesh(local, inputs, (specs[0], tuple(placed)), specs[1], mesh=execution.placements[0].mesh)
+    arrays = (tuple(inputs), tuple(weights), tuple(keys))
+    return run_in_shard_map(local, arrays, (specs[0], tuple(placed)), specs[1], mesh=execution.placements[0].mesh)
 
 
-def token_view(x: jax.Array, recipes: Sequence[Recipe]) -> jax.Array:
+def as_token_blocks(x: jax.Array, recipes: Sequence[Recipe]) -> jax.Array:
     """x as [tokens..., inputs] such that the recipes' blocks of tokens lie along the next to last axis: unchanged if
     they fit there, else with all leading dims made one.
     """
     if x.ndim == 1:
         return x[None]
-    block = math.lcm(*(max(recipe.wgrad_x.run, recipe.wgrad_dy.run) for recipe in recipes))
+    block = math.lcm(
+        *(max(recipe.wgrad_x.quantization_group_size, recipe.wgrad_dy.quantization_group_size) for recipe in recipes)
+    )
     return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])  # [..., inputs] -> [tokens, inputs]
 
 
@@ -130,81 +148,92 @@ def quantize_weight(
         raise ValueError(
             f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims"
         )
-    check_weight(w, "quantize_weight")
+    check_weight_dtype(w, "quantize_weight")
     chosen = as_recipe(recipe, "quantize_weight")
     if sharding is None or sharding.mesh.size == 1:
-        return quantize_part(w, chosen, key, amax=amax)
-    cut = cut_of(sharding.spec, 2)
+        return quantize_weight_shard(w, chosen, key, amax=amax)
+    cut = dim_axes_of_spec(sharding.spec, 2)
 
-    def codes(w: jax.Array, amax: jax.Array | None, cut: Cut = ((), ())) -> QWeight:
-        return dataclasses.replace(quantize_part(w, chosen, key, cut=cut, amax=amax), anchor=None)
+    def codes(w: jax.Array, amax: jax.Array | None, cut: DimAxes = ((), ())) -> QWeight:
+        return dataclasses.replace(quantize_weight_shard(w, chosen, key, cut=cut, amax=amax), master=None)
 
     specs = weight_specs(jax.eval_shape(codes, w, amax), sharding.spec)
     given = (sharding.spec, None if amax is None else PartitionSpec())
     part = functools.partial(codes, cut=cut)
-    made: QWeight = on_parts(part, sharding.mesh, given, specs)(w, amax)
-    return dataclasses.replace(made, anchor=w)
+    made: QWeight = shard_map_over(part, sharding.mesh, given, specs)(w, amax)
+    return dataclasses.replace(made, master=w)
 
 
-def quantize_part(
-    w: jax.Array | Layer, recipe: Recipe, key: LinearKey | None, *, cut: Cut = ((), ()), passes: Passes = XLA,
-    amax: jax.Array | None = None, packed: bool = True,
+def quantize_weight_shard(
+    w: jax.Array | StackSlice, recipe: Recipe, key: LinearKey | None, *, cut: DimAxes = ((), ()),
+    passes: QuantizePasses = XLA_PASSES, amax: jax.Array | None = None, packed: bool = True,
 ) -> QWeight:  # fmt: skip
     """The weight, or one device's part of one that is `cut`, quantized by `passes` (`packed`, where it is to travel),
     which may read it where it lies, or by the definition under a given `amax`; of a recipe with a history, that of
     steps before.
     """
     constant = lax.stop_gradient(w)
-    array = array_of(constant)
+    array = materialize_slice(constant)
 
-    def codes(role: str, forward: QuantizedWeight | None = None) -> QuantizedWeight | None:
-        wanted = request(recipe, role, key, cut=cut)
+    def codes(role: str, forward: WeightOperand | None = None) -> WeightOperand | None:
+        wanted = operand_spec(recipe, role, key, cut=cut)
         policy = wanted.policy
         if not policy.format.quantized:
             return None
-        made: QuantizedWeight
-        if amax is not None and recipe.history:
-            made = defined_weight(array, dataclasses.replace(wanted, amax=amax))
+        made: WeightOperand
+        if amax is not None and recipe.amax_history_len:
+            made = quantize_weight_reference(array, dataclasses.replace(wanted, amax=amax))
         elif amax is not None:  # kernels find a tensor's amax themselves
-            made = Packed.of(quantize(array, policy.format, block=policy.block, axis=wanted.axis, amax=amax))
+            made = PackedQTensor.from_qtensor(
+                quantize(array, policy.format, block=policy.block, axis=wanted.axis, amax=amax)
+            )
         elif forward is not None:
-            made = passes.weight_again(constant, forward, wanted, packed=packed)
-        elif wanted.signs is not None:  # no kernel makes these
-            made = defined_weight(array, wanted)
+            made = passes.requantize_weight(constant, forward, wanted, packed=packed)
+        elif wanted.signs_key is not None:  # no kernel makes these
+            made = quantize_weight_reference(array, wanted)
         else:
-            made = passes.weight(constant, wanted, packed=packed)
-        return name_saved(made) if isinstance(made, Packed) else made
+            made = passes.quantize_weight(constant, wanted, packed=packed)
+        return tag_residual(made) if isinstance(made, PackedQTensor) else made
 
     fprop = codes("fprop_w")
-    source = fprop if recipe.dgrad_w.source == "forward" else None
-    return QWeight(w, fprop, None if shares_codes(recipe) else codes("dgrad_w", source), recipe)
+    source = fprop if recipe.dgrad_w.source == "requantize_forward" else None
+    return QWeight(w, fprop, None if shares_fprop_dgrad_codes(recipe) else codes("dgrad_w", source), recipe)
 
 
 def weight_operand(
-    weight: QWeight, role: str, shards: Shards = WHOLE, passes: Passes = XLA, *, made: dict[str, Any] | None = None
+    weight: QWeight,
+    role: str,
+    shards: LinearSharding = UNSHARDED,
+    passes: QuantizePasses = XLA_PASSES,
+    *,
+    made: dict[str, Any] | None = None,
 ) -> Operand:
     """The weight as the right operand of fprop or dgrad; where it is gathered, that happens here. `passes` read packed
     codes. In `made` is what was made of it before: both GEMMs may read the same, a backward pass that makes y again
     reads it twice, and XLA does not find by itself that two gathers are the same.
     """
     made = {} if made is None else made
-    shared, codes = shares_codes(weight.recipe), weight.codes(role)
-    one = shared and not isinstance(codes, EightBit) and (passes.one_weight or not isinstance(codes, Packed))
+    shared, codes = shares_fprop_dgrad_codes(weight.recipe), weight.codes(role)
+    one = (
+        shared
+        and not isinstance(codes, Fp8Operand)
+        and (passes.single_operand_weight or not isinstance(codes, PackedQTensor))
+    )
     role = "fprop_w" if one else role
     if role in made:
         return made[role]
-    policy, axis = getattr(weight.recipe, role), CONTRACTED[role]
+    policy, axis = getattr(weight.recipe, role), CONTRACTED_WEIGHT_AXIS[role]
     if codes is None:
-        narrow = quantize_operand(lax.stop_gradient(weight.anchor), policy, axis=axis, key=None)
-        made[role] = dataclasses.replace(narrow, array=gather(narrow.array, shards.stored))
-    elif not isinstance(codes, Packed):
-        made[role] = gathered(codes, role, shards) if axes_of(shards.stored) else codes
+        narrow = quantize_operand(lax.stop_gradient(weight.master), policy, axis=axis, key=None)
+        made[role] = dataclasses.replace(narrow, array=all_gather_dims(narrow.array, shards.weight_storage_axes))
+    elif not isinstance(codes, PackedQTensor):
+        made[role] = gather_kernel_weight(codes, role, shards) if axes_in(shards.weight_storage_axes) else codes
     else:
-        made[role] = passes.gather_weight(codes, policy, axis=axis, shards=shards)
+        made[role] = passes.all_gather_weight(codes, policy, axis=axis, shards=shards)
     if made[role] is None:
         whole = "shared codes" if shared else f"codes of {role}"
-        made[whole] = made[whole] if whole in made else gather_packed(codes, shards)
-        made[role] = passes.load_weight(made[whole], policy, axis=axis)
+        made[whole] = made[whole] if whole in made else all_gather_codes(codes, shards)
+        made[role] = passes.load_packed_weight(made[whole], policy, axis=axis)
     return made[role]
 
 
@@ -212,128 +241,144 @@ def weight_operand(
     jax.tree_util.register_dataclass, data_fields=["weight", "key", "amaxes", "layer"], meta_fields=["plan"]
 )
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class QuantizedLinear:
     """One linear of a traced program."""
 
     plan: LinearPlan
     weight: QWeight
     key: LinearKey | None
-    amaxes: jax.Array | None = None  # as `Remembered` has them
-    layer: Layer | None = None  # where the weight lies among others, for passes that read it there
+    amaxes: jax.Array | None = None  # as in `DelayedScalingWeight`
+    layer: StackSlice | None = None  # the weight in a stack of layers, for passes that read it there
 
     @property
-    def passes(self) -> Passes:
-        """What makes its operands of x and dy."""
+    def passes(self) -> QuantizePasses:
+        """The passes that quantize x and dy."""
         return self.plan.choice.passes
 
-    def request(self, role: str, *, kept: bool = False) -> Request:
+    def operand_spec(self, role: str, *, kept: bool = False) -> OperandSpec:
         """The wish for one of its operands."""
-        shards = self.plan.shards
+        shards = self.plan.sharding
         cut = shards.dy if role.endswith("dy") else shards.x
-        wanted = request(self.plan.recipe, role, self.key, kept=kept, cut=cut)
+        wanted = operand_spec(self.plan.recipe, role, self.key, kept=kept, cut=cut)
         if self.amaxes is None:
             return wanted
-        return dataclasses.replace(wanted, amax=self.amaxes[TENSORS.index(role.partition("_")[2])])
+        return dataclasses.replace(wanted, amax=self.amaxes[LINEAR_TENSORS.index(role.partition("_")[2])])
 
-    def quantize(self, x: jax.Array, *roles: str, kept: tuple[str, ...] = ()) -> list[Made]:
+    def quantize(self, x: jax.Array, *roles: str, kept: tuple[str, ...] = ()) -> list[OperandOrResidual]:
         """Its operands of x (or dy), in one pass; those in `kept` as residuals."""
-        return self.passes.operands(x, [self.request(role, kept=role in kept) for role in roles])
+        return self.passes.quantize_operands(x, [self.operand_spec(role, kept=role in kept) for role in roles])
 
-    def load(self, kept: Any, role: str) -> Operand:
+    def operand_from_residual(self, kept: Any, role: str) -> Operand:
         """A residual as an operand."""
-        return self.passes.load(kept, getattr(self.plan.recipe, role))
+        return self.passes.operand_from_residual(kept, getattr(self.plan.recipe, role))
 
-    def fprop(self, x: Operand | InTwo, dtype: jnp.dtype, *, owing: bool = False) -> Read:
-        """y = x W, where y goes; `owing` for passes that take what is owed to it."""
-        shards = self.plan.shards
-        w = weight_operand(self.weight, "fprop_w", shards, self.passes, made=self._made)
-        given = FLOAT32 if shards.inputs else dtype
-        multiply = self._multiplier(FPROP, owing=owing and not shards.inputs and not isinstance(x, InTwo))
-        if isinstance(x, InTwo):
-            y = finish(multiply(FPROP, x.first, w, FLOAT32) + multiply(FPROP, x.rest, w, FLOAT32), None, given)
+    def fprop(self, x: Operand | TwoTermOperand, dtype: jnp.dtype, *, defer_alpha: bool = False) -> ArrayOrDeferred:
+        """Returns y = x W, sharded as y. `defer_alpha` is for consumers that apply alpha themselves."""
+        shards = self.plan.sharding
+        w = weight_operand(self.weight, "fprop_w", shards, self.passes, made=self._gathered_weight_cache)
+        given = FLOAT32_DTYPE if shards.input_axes else dtype
+        multiply = self._gemm_fn(
+            FPROP, defer_alpha=defer_alpha and not shards.input_axes and not isinstance(x, TwoTermOperand)
+        )
+        if isinstance(x, TwoTermOperand):
+            y = apply_epilogue(
+                multiply(FPROP, x.first, w, FLOAT32_DTYPE) + multiply(FPROP, x.remainder, w, FLOAT32_DTYPE), None, given
+            )
         else:
             y = multiply(FPROP, x, w, given)
-        return added_up(y, shards.inputs, shards.y_lead, dtype) if shards.inputs else y
+        return reduce_partial_sums(y, shards.input_axes, shards.y_lead, dtype) if shards.input_axes else y
 
-    def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False, beside: Sequence[Read] = ()) -> Read:
-        """dx = dy W^T, where x came from; `owing` as for fprop. Sums that travel do so `beside` these products."""
-        shards = self.plan.shards
-        w = weight_operand(self.weight, "dgrad_w", shards, self.passes, made=self._made)
-        multiply = self._multiplier(DGRAD, owing=owing and not shards.outputs)
-        dx = multiply(DGRAD, dy, w, FLOAT32 if shards.outputs else dtype)
-        return added_up(dx, shards.outputs, shards.x_lead, dtype, beside=beside) if shards.outputs else dx
+    def dgrad(
+        self, dy: Operand, dtype: jnp.dtype, *, defer_alpha: bool = False, overlap_with: Sequence[ArrayOrDeferred] = ()
+    ) -> ArrayOrDeferred:
+        """Returns dx = dy W^T, sharded as x. `defer_alpha` as for fprop. The collective overlaps `overlap_with`."""
+        shards = self.plan.sharding
+        w = weight_operand(self.weight, "dgrad_w", shards, self.passes, made=self._gathered_weight_cache)
+        multiply = self._gemm_fn(DGRAD, defer_alpha=defer_alpha and not shards.output_axes)
+        dx = multiply(DGRAD, dy, w, FLOAT32_DTYPE if shards.output_axes else dtype)
+        return (
+            reduce_partial_sums(dx, shards.output_axes, shards.x_lead, dtype, overlap_with=overlap_with)
+            if shards.output_axes
+            else dx
+        )
 
-    def wgrad(self, x: Operand, dy: Operand) -> Read:
-        """dw = x^T dy of this device's tokens, in what it travels in; [outputs, inputs] where `turned_wgrad` says."""
-        sides = (dy, x) if self.plan.problem.turned_wgrad else (x, dy)
-        travels = self._travels
-        return self._multiplier(WGRAD, owing=travels != self.plan.weight_dtype)(WGRAD, *sides, travels)
+    def wgrad(self, x: Operand, dy: Operand) -> ArrayOrDeferred:
+        """Returns dw = x^T dy of local tokens in the reduce dtype; [outputs, inputs] under `transpose_wgrad`."""
+        sides = (dy, x) if self.plan.problem.transpose_wgrad else (x, dy)
+        travels = self._grad_reduce_dtype
+        return self._gemm_fn(WGRAD, defer_alpha=travels != self.plan.weight_dtype)(WGRAD, *sides, travels)
 
-    def gradient(self, dw: Read, x: Operand, dy: Operand) -> "Linear":
+    def weight_gradient(self, dw: ArrayOrDeferred, x: Operand, dy: Operand) -> "QuantizedLinear":
         """`wgrad` of x and dy in the dtype of the weight, where it rests: sums over the axes that it is gathered over;
         as the cotangent of this linear.
         """
-        shards, dtype = self.plan.shards, self.plan.weight_dtype
-        owed = dw.factor if isinstance(dw, Owed) else None  # the same on all devices: of whole tensors
-        dw = alone(dw.array if isinstance(dw, Owed) else dw, shards.idle)
-        dw = scatter_gradient(dw, self._stored, shards.reduce_dtype)
+        shards, dtype = self.plan.sharding, self.plan.weight_dtype
+        owed = dw.alpha if isinstance(dw, DeferredAlpha) else None  # the same on all devices: of whole tensors
+        dw = mask_to_first_shard(dw.array if isinstance(dw, DeferredAlpha) else dw, shards.replicated_axes)
+        dw = reduce_scatter_gradient(dw, self._grad_scatter_axes, shards.reduce_dtype)
         dw = dw.astype(dtype) if owed is None else dw.astype(dtype) * owed
-        turned = self.plan.problem.turned_wgrad
+        turned = self.plan.problem.transpose_wgrad
         weight = QWeight(dw.T if turned else dw, None, None, self.plan.recipe)
-        return Linear(self.plan, weight, None, None if self.amaxes is None else self._seen(x, dy))
+        return QuantizedLinear(self.plan, weight, None, None if self.amaxes is None else self._observed_amaxes(x, dy))
 
-    def _seen(self, x: Operand, dy: Operand) -> jax.Array:
+    def _observed_amaxes(self, x: Operand, dy: Operand) -> jax.Array:
         """float32 [3]: the largest magnitudes of whole x, W and dy; on one device, for all of them are summed over."""
-        assert isinstance(x, Quantized) and isinstance(dy, Quantized), "by the definition, which takes a given amax"
-        found, shards = (x.codes.amax, self.weight.fprop.amax, dy.codes.amax), self.plan.shards
-        return alone(jnp.stack(found), (*axes_of(shards.lead), *shards.inputs, *shards.outputs, *shards.idle))
+        assert isinstance(x, QuantizedOperand) and isinstance(dy, QuantizedOperand), (
+            "by the definition, which takes a given amax"
+        )
+        found, shards = (x.codes.amax, self.weight.fprop.amax, dy.codes.amax), self.plan.sharding
+        return mask_to_first_shard(
+            jnp.stack(found),
+            (*axes_in(shards.token_axes), *shards.input_axes, *shards.output_axes, *shards.replicated_axes),
+        )
 
     @property
-    def _stored(self) -> Cut:
+    def _grad_scatter_axes(self) -> DimAxes:
         """Axes that dw is scattered over, as wgrad has it."""
-        return self.plan.shards.stored[:: -1 if self.plan.problem.turned_wgrad else 1]
+        return self.plan.sharding.weight_storage_axes[:: -1 if self.plan.problem.transpose_wgrad else 1]
 
     @property
-    def _travels(self) -> jnp.dtype:
-        return travelling_dtype(self.plan.weight_dtype, self._stored, self.plan.shards.reduce_dtype)
+    def _grad_reduce_dtype(self) -> jnp.dtype:
+        return gradient_reduce_dtype(self.plan.weight_dtype, self._grad_scatter_axes, self.plan.sharding.reduce_dtype)
 
-    def _multiplier(self, gemm: Gemm, *, owing: bool = False) -> Callable[..., Any]:
-        backend = self.plan.choice.multiplier(gemm)
-        return backend.owing if owing and backend.owing is not None else backend.gemm
+    def _gemm_fn(self, gemm: GemmKind, *, defer_alpha: bool = False) -> Callable[..., Any]:
+        backend = self.plan.choice.gemm_backend(gemm)
+        return backend.gemm_deferred_alpha if defer_alpha and backend.gemm_deferred_alpha is not None else backend.gemm
 
     @functools.cached_property
-    def _made(self) -> dict[str, Any]:
-        """What GEMMs have read of the weight so far."""
+    def _gathered_weight_cache(self) -> dict[str, Any]:
+        """Operands of the all-gathered weight, by role, so that several GEMMs gather it once."""
         return {}
 
-    def kept(self, *, fprop_again: bool = False) -> "Linear":
-        """The linear as the backward pass keeps it: for dgrad, and `fprop_again` where that computes y once more. Its
-        anchor stays only if it is read again: by a bf16 GEMM, or to make again what the passes leave out. Where codes
-        are kept they leave nothing out.
+    def to_residuals(self, *, recompute_fprop: bool = False) -> "QuantizedLinear":
+        """Returns the linear as the VJP saves it, for dgrad and, with `recompute_fprop`, for fprop.
+
+        The master is saved only if it is read again: by a bf16 GEMM, or to rematerialize codes that are not saved.
         """
-        check_training(self.plan.problem)
+        check_token_blocks(self.plan.problem)
         recipe, weight = self.plan.recipe, self.weight
-        passes = self.plan.choice.for_weight if self.plan.weights_kept == "master" else XLA
-        fprop, dgrad = (None if made is None else passes.keep_weight(made) for made in (weight.fprop, weight.dgrad))
-        read = not recipe.dgrad_w.format.quantized or (fprop_again and not recipe.fprop_w.format.quantized)
-        anchor = weight.anchor if read or self.layer is None else self.layer
-        read = read or any(isinstance(c, WeightScales) for c in (fprop, dgrad))
+        passes = self.plan.choice.weight_quantize_passes if self.plan.weight_residual == "master" else XLA_PASSES
+        fprop, dgrad = (None if made is None else passes.weight_residual(made) for made in (weight.fprop, weight.dgrad))
+        read = not recipe.dgrad_w.format.quantized or (recompute_fprop and not recipe.fprop_w.format.quantized)
+        anchor = weight.master if read or self.layer is None else self.layer
+        read = read or any(isinstance(c, WeightScalesResidual) for c in (fprop, dgrad))
         return dataclasses.replace(self, weight=QWeight(anchor if read else None, fprop, dgrad, recipe), layer=None)
 
-    def restored(self, *, after: jax.Array) -> "Linear":
-        """The linear of `kept`, bit for bit, and not before `after` is there: a compiler that sees all layers would
-        else make the weights of all of them first.
+    def rematerialize(self, *, depends_on: jax.Array) -> "QuantizedLinear":
+        """Rebuilds the linear from its residuals, bit for bit.
+
+        The barrier on `depends_on` keeps XLA from rematerializing the weights of all layers at once.
         """
         kept = self.weight
 
         def restore(
-            role: str, codes: KeptWeight | None, forward: QuantizedWeight | None = None
-        ) -> QuantizedWeight | None:
-            if not isinstance(codes, WeightScales):
+            role: str, codes: WeightResidual | None, forward: WeightOperand | None = None
+        ) -> WeightOperand | None:
+            if not isinstance(codes, WeightScalesResidual):
                 return codes
-            late, _ = lax.optimization_barrier((codes, after))
-            wanted = request(self.plan.recipe, role, self.key, cut=self.plan.shards.w)
-            return self.plan.choice.for_weight.remake_weight(kept.anchor, late, wanted, forward)
+            late, _ = lax.optimization_barrier((codes, depends_on))
+            spec = operand_spec(self.plan.recipe, role, self.key, cut=self.plan.sharding.w)
+            return self.plan.choice.weight_quantize_passes.rematerialize_weight(kept.master, late, spec, forward)
 
         fprop = restore("fprop_w", kept.fprop)
         made = dataclasses.replace(kept, fprop=fprop, dgrad=restore("dgrad_w", kept.dgrad, fprop))

@@ -17,40 +17,46 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from halfbyte.ops.execution import ALONE, Execution
-from halfbyte.ops.linear import Linear, with_linears
-from halfbyte.ops.operand import add_rounded
-from halfbyte.ops.problem import check_dtype, check_weight
-from halfbyte.ops.shards import Placement, gather, gathered_in
-from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
-from halfbyte.ops.surroundings import anywhere, own_key
-from halfbyte.ops.weight import QWeight, Weight
-from halfbyte.recipe import LinearKey, Recipe
+from halfbyte.ops.gemm_problem import check_input_dtype, check_weight_dtype
+from halfbyte.ops.linear import QuantizedLinear, apply_with_linears
+from halfbyte.ops.linear_plan import DEFAULT_EXECUTION, ExecutionConfig
+from halfbyte.ops.linear_sharding import Placement, all_gather_dims, gather_linear_input
+from halfbyte.ops.operand import add_and_round
+from halfbyte.ops.quantized_weight import QWeight, Weight
+from halfbyte.ops.shared_input import dedupe_operands, first_with_same_operand, quantize_shared_x
+from halfbyte.ops.trace_context import mesh_aware, warn_if_key_shared
+from halfbyte.recipes import LinearKey, Recipe
+from halfbyte.renamed import renamed_parameters
 
 
-@anywhere
+@renamed_parameters(weights_kept="weight_residual", sharded="partitioned_by_xla")
+@mesh_aware
 def qdot(
     x: jax.Array, w: Weight, *, recipe: Recipe, key: jax.Array | None = None, backend: str = "auto",
     placement: Placement | None = None, out_sharding: NamedSharding | None = None,
-    out_dtype: jnp.dtype | None = None, weights_kept: str = "master", sharded: bool = False,
+    out_dtype: jnp.dtype | None = None, weight_residual: str = "master", partitioned_by_xla: bool = False,
 ) -> jax.Array:  # fmt: skip
     """x [..., inputs] times w [inputs, outputs], in x's dtype; every GEMM, forward and backward, as the recipe says.
 
     float32 sums, the tensor scales applied to them, one rounding to the result's dtype. The weight gradient has w's
     dtype. `key` is a typed key, folded by the caller with step, layer and site; it is needed where the recipe rounds
     stochastically, and one key for several tensors (in a loop, under vmap or shard_map) is a SharedBitsWarning. `w` may
-    be a `QWeight`; `weights_kept` as for `mlp`. NaN or infinity in an operand makes the whole result NaN. With a
-    `placement` every device of its mesh computes its part, by the same kernels as a single one.
+    be a `QWeight`; `weight_residual` as for `mlp`. NaN or infinity in an operand makes the whole result NaN. With a
+    `placement` each device of its mesh computes its shard with the kernels of one device. `partitioned_by_xla`: XLA
+    partitions the program over several devices, so kernels that read the arrays of one device are not used.
     """
-    execution = Execution(backend, None if placement is None else (placement,), weights_kept, sharded)
-    key = own_key(key, (recipe,), (x, w))
+    execution = ExecutionConfig(
+        backend, None if placement is None else (placement,), weight_residual, partitioned_by_xla
+    )
+    key = warn_if_key_shared(key, (recipe,), (x, w))
     (y,) = qdots(x, (w,), recipes=(recipe,), keys=(key,), execution=execution, out_dtype=out_dtype)
     return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
 
 
 def qdots(
     x: jax.Array, weights: Sequence[Weight], *, recipes: Sequence[Recipe], keys: Sequence[LinearKey | None],
-    execution: Execution = ALONE, out_dtype: jnp.dtype | None = None, copies: Sequence[jax.Array] = (),
+    execution: ExecutionConfig = DEFAULT_EXECUTION, out_dtype: jnp.dtype | None = None,
+    copies: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`qdot` of one x with each of `weights`. The gradient of x is rounded after each of its sums. With `copies`, x
     once more for each further linear, each has its own gradient, for JAX to add up as it does those of separate dots.
@@ -63,19 +69,19 @@ def qdots(
         raise ValueError("placements: linears of one x have one mesh and one x, got " + "; ".join(map(str, placements)))
     specs = tuple(p.x for p in placements[:1]) * (1 + len(copies)), tuple(p.y for p in placements)
 
-    def products(tokens: jax.Array, linears: tuple[Linear, ...], *others: jax.Array) -> tuple[jax.Array, ...]:
-        each = (tokens, *(t.reshape(tokens.shape) for t in others)) if others else _forked(tokens, len(linears))
+    def products(tokens: jax.Array, linears: tuple[QuantizedLinear, ...], *others: jax.Array) -> tuple[jax.Array, ...]:
+        each = (tokens, *(t.reshape(tokens.shape) for t in others)) if others else _fan_out(tokens, len(linears))
         results = _qdots(dtype, each, linears)
         # [tokens..., outputs] -> [..., outputs]
         return tuple(y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
-    made = with_linears(products, (x, *copies), weights, keys, recipes=recipes, execution=execution, specs=specs)
+    made = apply_with_linears(products, (x, *copies), weights, keys, recipes=recipes, execution=execution, specs=specs)
     return tuple(y.astype(dtype) for y in made) if placements else made
 
 
 def _check(x: jax.Array, weight: Weight, recipe: Recipe) -> None:
-    check_dtype(x, "qdot")
-    check_weight(weight, "qdot")
+    check_input_dtype(x, "qdot")
+    check_weight_dtype(weight, "qdot")
     if len(weight.shape) != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"qdot contracts the last axis of x with the first of w, got x {x.shape} and w {weight.shape}")
     if isinstance(weight, QWeight) and weight.recipe != recipe:
@@ -86,46 +92,46 @@ def _check(x: jax.Array, weight: Weight, recipe: Recipe) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _forked(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+def _fan_out(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     """x, `count` times; the sums of its gradients are rounded one by one."""
     return (x,) * count
 
 
-_forked.defvjp(
-    lambda x, count: ((x,) * count, None), lambda _, __, gradients: (functools.reduce(add_rounded, gradients),)
+_fan_out.defvjp(
+    lambda x, count: ((x,) * count, None), lambda _, __, gradients: (functools.reduce(add_and_round, gradients),)
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qdots(dtype: jnp.dtype, xs: tuple[jax.Array, ...], linears: tuple[Linear, ...]) -> tuple[jax.Array, ...]:
+def _qdots(dtype: jnp.dtype, xs: tuple[jax.Array, ...], linears: tuple[QuantizedLinear, ...]) -> tuple[jax.Array, ...]:
     """y = Q(x) Q(W) of each; `xs` are all the same x."""
-    operands = operands_of_x(gathered_in(xs[0], linears[0].plan.shards), linears, ("fprop_x",))
+    operands = quantize_shared_x(gather_linear_input(xs[0], linears[0].plan.sharding), linears, ("fprop_x",))
     return tuple(linear.fprop(row, dtype) for linear, (row,) in zip(linears, operands, strict=True))
 
 
 def _qdots_fwd(dtype, xs, linears):
-    kept = tuple(linear.kept() for linear in linears)
-    inside = gathered_in(xs[0], linears[0].plan.shards)
-    operands = operands_of_x(inside, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
+    kept = tuple(linear.to_residuals() for linear in linears)
+    inside = gather_linear_input(xs[0], linears[0].plan.sharding)
+    operands = quantize_shared_x(inside, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
     results = tuple(linear.fprop(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True))
-    columns = once_each(linears, "wgrad_x", [column for _, column in operands])
+    columns = dedupe_operands(linears, "wgrad_x", [column for _, column in operands])
     return results, (columns, kept)
 
 
 def _qdots_bwd(dtype, residuals, gradients):
     """dx = Q(dy) Q(W)^T and dw = Q(x)^T Q(dy) of each."""
     columns, kept = residuals
-    linears = [linear.restored(after=dy) for linear, dy in zip(kept, gradients, strict=True)]
-    inside = [gather(dy, linear.plan.shards.y_lead) for linear, dy in zip(linears, gradients, strict=True)]
+    linears = [linear.rematerialize(depends_on=dy) for linear, dy in zip(kept, gradients, strict=True)]
+    inside = [all_gather_dims(dy, linear.plan.sharding.y_lead) for linear, dy in zip(linears, gradients, strict=True)]
     operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, inside, strict=True)]
     dtype_of_x = jnp.dtype(linears[0].plan.problem.dtype)
-    x_columns = [columns[first] for first in first_wanting(linears, "wgrad_x")]
+    x_columns = [columns[first] for first in first_with_same_operand(linears, "wgrad_x")]
     pairs, dw = [], []
     for linear, x_column, (_, column) in zip(linears, x_columns, operands, strict=True):
-        pairs.append((linear.load(x_column, "wgrad_x"), column))
+        pairs.append((linear.operand_from_residual(x_column, "wgrad_x"), column))
         dw.append(linear.wgrad(*pairs[-1]))
-    dx = [linear.dgrad(row, dtype_of_x, beside=dw) for linear, (row, _) in zip(linears, operands, strict=True)]
-    gradients = (linear.gradient(each, *pair) for linear, each, pair in zip(linears, dw, pairs, strict=True))
+    dx = [linear.dgrad(row, dtype_of_x, overlap_with=dw) for linear, (row, _) in zip(linears, operands, strict=True)]
+    gradients = (linear.weight_gradient(each, *pair) for linear, each, pair in zip(linears, dw, pairs, strict=True))
     return tuple(dx), tuple(gradients)
 
 

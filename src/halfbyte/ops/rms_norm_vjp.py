@@ -7,9 +7,9 @@ made again by two products, the same to the last bit:
     r  = rsqrt(mean(x^2) + eps),  n = x r
     dx = r (g s - n mean(g s n)),  ds = sum over rows of g n
 
-`forked_norm` is how a block calls it: the norm between a stream and those who read it normed. Kernels of our own
-(`kernels/norm.py`) read and write each row once, with what comes back from every reader and along the stream in the
-same pass; XLA takes two passes forward and two to four backward. Kernels sum squares in an order of their own, the same
+`rms_norm_fanout` is the norm between the residual stream and its consumers, as a block calls it. The Pallas kernels
+(`kernels/rms_norm.py`) read and write each row once, with the gradients of all consumers and of the stream in the same
+pass; XLA takes two passes forward and two to four backward. Kernels sum squares in an order of their own, the same
 on every GPU.
 """
 
@@ -29,15 +29,15 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from halfbyte.devices import Device
-from halfbyte.kernels import norm as kernels
-from halfbyte.kernels.stacks import Layer, array_of
-from halfbyte.ops.operand import SCALES, pinned
-from halfbyte.ops.problem import target
-from halfbyte.ops.surroundings import several_devices
-from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, on_parts
+from halfbyte.distributed import DEFAULT_RULES, LogicalAxisRules, axis_size, shard_map_over
+from halfbyte.kernels import rms_norm as kernels
+from halfbyte.kernels.mosaic_launch import StackSlice, materialize_slice
+from halfbyte.ops.gemm_problem import target_device
+from halfbyte.ops.operand import SCALES_NAME, round_to_dtype
+from halfbyte.ops.trace_context import is_multi_device_program
 
-STREAM = ("batch", "residual_seq", "width")  # the logical axes of x
-LOOPED = "layers in a loop keep x in stacks of XLA's, which its fusions read in place and a kernel does not"
+STREAM_AXES = ("batch", "residual_seq", "width")  # the logical axes of x
+LOOP_REFUSAL = "layers in a loop keep x in stacks of XLA's, which its fusions read in place and a kernel does not"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -52,11 +52,11 @@ def _inverse(x: jax.Array, eps: float) -> jax.Array:
 
 
 def _scaled(x: jax.Array, inverse: jax.Array, scale: jax.Array) -> jax.Array:
-    return pinned((x.astype(jnp.float32) * inverse * _row(scale, x.ndim)).astype(x.dtype))
+    return round_to_dtype((x.astype(jnp.float32) * inverse * _row(scale, x.ndim)).astype(x.dtype))
 
 
 def _fwd(x: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    inverse = checkpoint_name(_inverse(x, eps), SCALES)
+    inverse = checkpoint_name(_inverse(x, eps), SCALES_NAME)
     return _scaled(x, inverse, scale), (x, scale, inverse)
 
 
@@ -67,7 +67,7 @@ def _bwd(eps: float, residuals: tuple[jax.Array, jax.Array, jax.Array], g: jax.A
     scaled = wide * _row(scale, x.ndim)
     dx = inverse * (scaled - normed * jnp.mean(scaled * normed, axis=-1, keepdims=True))
     dscale = jnp.sum(wide * normed, axis=tuple(range(x.ndim - 1)))
-    return pinned(dx.astype(x.dtype)), dscale.astype(scale.dtype)
+    return round_to_dtype(dx.astype(x.dtype)), dscale.astype(scale.dtype)
 
 
 def _row(scale: jax.Array, ndim: int) -> jax.Array:
@@ -78,62 +78,62 @@ rms_norm.defvjp(_fwd, _bwd)
 
 
 @dataclasses.dataclass(frozen=True)
-class Fork:
+class NormFanout:
     """How many read h, and where: what is settled before tracing."""
 
     eps: float
-    readers: int = 1
+    num_consumers: int = 1
     mesh: Mesh | None = None
-    rules: Rules = DEFAULT_RULES
+    rules: LogicalAxisRules = DEFAULT_RULES
 
-    def on_parts(self, kernel: Callable[..., Any], arrays: Sequence[Any], specs: Any, out_specs: Any) -> Any:
+    def on_shards(self, kernel: Callable[..., Any], arrays: Sequence[Any], specs: Any, out_specs: Any) -> Any:
         """kernel(*arrays) on each device's part of them."""
         if self.mesh is None or self.mesh.size == 1:
             return kernel(*arrays)
-        return on_parts(kernel, self.mesh, specs, out_specs)(*arrays)
+        return shard_map_over(kernel, self.mesh, specs, out_specs)(*arrays)
 
     @property
     def specs(self) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
         """Of x, of one number a row, and of one row for several."""
         if self.mesh is None:
             return (PartitionSpec(),) * 3
-        batch, seq, _ = (self.rules.mesh_axes(name) for name in STREAM)
+        batch, seq, _ = (self.rules.mesh_axes(name) for name in STREAM_AXES)
         return (
-            self.rules.spec(STREAM, self.mesh),
-            self.rules.spec(STREAM[:2], self.mesh),
+            self.rules.spec(STREAM_AXES, self.mesh),
+            self.rules.spec(STREAM_AXES[:2], self.mesh),
             PartitionSpec(tuple(axis for axis in (*batch, *seq) if axis in self.mesh.shape)),
         )
 
 
-def by_xla(
+def norm_kernel_refusal(
     shape: tuple[int, ...], dtype: DTypeLike, *, looped: bool, device: Device | None = None, mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
+    rules: LogicalAxisRules = DEFAULT_RULES,
 ) -> str | None:  # fmt: skip
     """Why XLA computes the norm of x and not a kernel, or None."""
-    device = device or target()
-    parts = [axis_size(mesh, rules.mesh_axes(name)) for name in STREAM[: len(shape) - 1]]
+    device = device or target_device()
+    parts = [axis_size(mesh, rules.mesh_axes(name)) for name in STREAM_AXES[: len(shape) - 1]]
     if device.capability is None:
         return f"its kernels are for NVIDIA GPUs, this is {device.name}"
     if looped:
-        return LOOPED
+        return LOOP_REFUSAL
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"its kernels read bfloat16, got {jnp.dtype(dtype).name}"
     if len(shape) != 3 or any(n % size for n, size in zip(shape[:-1], parts, strict=True)):
         return f"the mesh does not cut {shape} evenly"
-    if mesh is None and several_devices():
+    if mesh is None and is_multi_device_program():
         return "its kernels read a whole array on one device, and this program is sharded"
-    return kernels.unsupported(math.prod(shape[:-1]) // math.prod(parts), shape[-1], capability=device.capability)
+    return kernels.unsupported_norm(math.prod(shape[:-1]) // math.prod(parts), shape[-1], capability=device.capability)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def forked_norm(
-    fork: Fork, x: jax.Array, scale: jax.Array, place: Layer | None = None
+def rms_norm_fanout(
+    fork: NormFanout, x: jax.Array, scale: jax.Array, place: StackSlice | None = None
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
-    """(x [batch, seq, width] as it goes on, `rms_norm` of it once for each reader, the stack of `place` with x in it)
-    by kernels, which take up the gradients of all readers and of x in one pass.
+    """Returns (x [batch, seq, width], `rms_norm` of it once per consumer, the stack of `place` with x written into it).
 
-    With a place the backward pass reads x where it lies in the cotangent of the stack, which must be the stack, as
-    `stacks.hand_back` gives it; without one it keeps x.
+    Kernels add the gradients of all consumers and of x in one pass. With a `place` the backward pass reads x from the
+    cotangent of the stack, which must be the stack, as `mosaic_launch.return_as_cotangent` returns it. Without one x is
+    a residual.
     """
     return _forked_fwd(fork, x, scale, place)[0]
 
@@ -142,46 +142,46 @@ def _forked_fwd(fork, x, scale, place):
     stream, row, _ = fork.specs
 
     def local(x, scale):
-        h, inverse = kernels.forward(_matrix(x), scale.astype(jnp.float32), eps=fork.eps)
+        h, inverse = kernels.rms_norm_forward(_matrix(x), scale.astype(jnp.float32), eps=fork.eps)
         return h.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
-    kept, stack = _keep(x, place)
-    read, lies = _read(kept, stack, stream)
-    h, inverse = fork.on_parts(local, (read, scale), (lies, PartitionSpec()), (stream, row))
-    inverse = checkpoint_name(inverse, SCALES)
+    kept, stack = _store_residual(x, place)
+    read, lies = _load_residual(kept, stack, stream)
+    h, inverse = fork.on_shards(local, (read, scale), (lies, PartitionSpec()), (stream, row))
+    inverse = checkpoint_name(inverse, SCALES_NAME)
     # x is there for the kernel, by itself or in the stack: a compiler would add it up once more for who reads it next.
-    through = lax.optimization_barrier(x) if stack is None else array_of(read)
-    return (through, (h,) * fork.readers, stack), (kept, scale, inverse)
+    through = lax.optimization_barrier(x) if stack is None else materialize_slice(read)
+    return (through, (h,) * fork.num_consumers, stack), (kept, scale, inverse)
 
 
-def _keep(x: jax.Array, place: Layer | None) -> tuple[jax.Array, jax.Array | None]:
+def _store_residual(x: jax.Array, place: StackSlice | None) -> tuple[jax.Array, jax.Array | None]:
     """(what the backward pass finds x by, the stack with x in it)."""
-    return (x, None) if place is None else (place.index, place.filled(x))
+    return (x, None) if place is None else (place.index, place.write_to_stack(x))
 
 
-def _read(kept: jax.Array, stack: jax.Array | None, stream: PartitionSpec) -> tuple[Any, Any]:
+def _load_residual(kept: jax.Array, stack: jax.Array | None, stream: PartitionSpec) -> tuple[Any, Any]:
     """(x as kernels read it, how that lies): what was kept, or the layer of that number in the stack."""
     if stack is None:
         return kept, stream
     # The tree of a layer, with a spec for each array: a Layer of specs, which its types do not know.
-    return Layer(stack, kept), Layer(PartitionSpec(None, *stream), PartitionSpec())  # type: ignore[arg-type]
+    return StackSlice(stack, kept), StackSlice(PartitionSpec(None, *stream), PartitionSpec())  # type: ignore[arg-type]
 
 
 def _forked_bwd(fork, residuals, gradients):
     (kept, scale, inverse), (carry, each, stack) = residuals, gradients
     stream, row, rows = fork.specs
-    x, lies = _read(kept, stack, stream)
+    x, lies = _load_residual(kept, stack, stream)
 
     def local(x, inverse, scale, carry, each):
         flat = tuple(map(_matrix, each))
-        dx, parts = kernels.backward(_matrix(x), inverse.reshape(-1), scale, _matrix(carry), flat)
+        dx, parts = kernels.rms_norm_backward(_matrix(x), inverse.reshape(-1), scale, _matrix(carry), flat)
         return dx.reshape(x.shape), parts
 
     arrays = (x, inverse, scale.astype(jnp.float32), carry, each)
     specs = (lies, row, PartitionSpec(), stream, (stream,) * len(each))
-    dx, parts = fork.on_parts(local, arrays, specs, (stream, rows))
+    dx, parts = fork.on_shards(local, arrays, specs, (stream, rows))
     # The cotangent of a layer: of its number, an integer, there is none.
-    place = None if stack is None else Layer(stack, None)  # type: ignore[arg-type]
+    place = None if stack is None else StackSlice(stack, None)  # type: ignore[arg-type]
     return dx, jnp.sum(parts, axis=0).astype(scale.dtype), place
 
 
@@ -189,4 +189,4 @@ def _matrix(x: Any) -> Any:
     return x.reshape(-1, x.shape[-1])  # [..., width] -> [rows, width], of an array or a layer
 
 
-forked_norm.defvjp(_forked_fwd, _forked_bwd)
+rms_norm_fanout.defvjp(_forked_fwd, _forked_bwd)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfbyte.inputs import check_real, check_whole
+from halfbyte.io import check_float, check_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,11 @@ class RopeScaling:
     original_max_seq: int = 8192
 
     def __post_init__(self) -> None:
-        check_real("rope_scaling.factor", self.factor, holds=self.factor >= 1, wanted="at least 1")
+        check_float("rope_scaling.factor", self.factor, holds=self.factor >= 1, wanted="at least 1")
         for name in ("low_freq_factor", "high_freq_factor"):
             value = getattr(self, name)
-            check_real(f"rope_scaling.{name}", value, holds=value > 0, wanted="above 0")
-        check_whole("rope_scaling.original_max_seq", self.original_max_seq, least=1)
+            check_float(f"rope_scaling.{name}", value, holds=value > 0, wanted="above 0")
+        check_int("rope_scaling.original_max_seq", self.original_max_seq, least=1)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"rope_scaling.high_freq_factor must exceed low_freq_factor, "
@@ -49,7 +49,7 @@ def rope_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | None
     return (keep * plain + (1 - keep) * plain / scaling.factor).astype(np.float32)
 
 
-def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+def rope_cos_sin(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """cos and sin of the angles, float32 [batch, seq, 1, head_dim / 2], for `positions` [batch, seq]."""
     angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies).reshape(1, 1, 1, -1)
     return jnp.cos(angles), jnp.sin(angles)

@@ -10,37 +10,41 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from halfbyte import bench, models, ops
-from halfbyte.bench.load import even_load
-from halfbyte.bench.operand_traffic import compulsory_bytes
-from halfbyte.bench.placement import AGAIN, EXPERTS
+from halfbyte import models, ops
 from halfbyte.devices import target_cudnn, topology
-from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
-from halfbyte.inputs.kept import is_kept, kept
-from halfbyte.launch.xla_flags import FLAG_SETS, as_known
-from halfbyte.program import Program, gemms, read
-from halfbyte.sharding import parse_mesh
-from halfbyte.sharding.mesh import whole_sizes
+from halfbyte.devices.compile_target import CUDA_PLUGINS, any_installed
+from halfbyte.devices.xla_flags import FLAG_SETS, with_installed_names
+from halfbyte.distributed import parse_mesh
+from halfbyte.distributed.mesh import total_axis_sizes
+from halfbyte.hlo import HloModule, find_gemms, parse_hlo
+from halfbyte.io.disk_cache import cached_json, is_cached
+from halfbyte.plan import analytic_step
+from halfbyte.plan.analytic_step import fp4_calls, planned_gemms
+from halfbyte.plan.cluster_model import ClusterModel, axes_across_racks
+from halfbyte.plan.operand_traffic import compulsory_bytes
+from halfbyte.plan.simulator import StepEvent, event_from_json, events_of_program, iter_events
+from halfbyte.plan.step_placement import (
+    EXPERT_LINEARS,
+    REMAT_LINEARS,
+    balanced_expert_load,
+    compile_step,
+    needed_flops,
+)
 from halfbyte.train import TrainConfig, abstract_state, phases, run_mesh
-from halfbyte.train.preflight import check, shard_bytes
-from halfbyte.train.step import compiler_options
+from halfbyte.train.preflight import run_preflight, shard_bytes
+from halfbyte.train.train_step import compiler_options
 
-from . import analytic
-from .cluster import Cluster, crossing
-from .linears import fp4_calls, linear_gemms
-from .schedule import Event, from_json, schedule, walk
-
-NATIVE = ("block-scaled", "mosaic")  # who multiplies codes as they are: a library, or our kernel of experts
-BEAT = 15.0  # seconds between two signs of life
+NATIVE_GEMM_KINDS = ("block-scaled", "mosaic")  # who multiplies codes as they are: a library, or our kernel of experts
+PROGRESS_INTERVAL_S = 15.0  # seconds between two signs of life
 FLAGS = "recommended"  # of XLA, which `train` sets
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class StepProfile:
     """One device's part of a step."""
 
     compiled: bool
-    events: tuple[Event, ...]
+    events: tuple[StepEvent, ...]
     memory: Mapping[str, float]
     """Bytes by category."""
     needed_flops: float
@@ -66,13 +70,13 @@ class Reading:
         made = ((first.setdefault(e.name.partition(".remat")[0], e.name), e, times) for e, times in self._linears())
         return sum(times * each.flops for earliest, each, times in made if earliest != each.name)
 
-    def _linears(self) -> Iterator[tuple[Event, int]]:
-        return ((e, times) for e, times in walk(self.events) if e.what == "gemm" and e.purpose != "attention")
+    def _linears(self) -> Iterator[tuple[StepEvent, int]]:
+        return ((e, times) for e, times in iter_events(self.events) if e.what == "gemm" and e.purpose != "attention")
 
     @property
     def operand_bytes(self) -> float:
         """Moved to make operands."""
-        return sum(times * each.moved for each, times in walk(self.events) if each.purpose == "operands")
+        return sum(times * each.moved for each, times in iter_events(self.events) if each.purpose == "operands")
 
     @property
     def bytes_needed(self) -> float:
@@ -85,36 +89,42 @@ def can_compile() -> bool:
     return any_installed(CUDA_PLUGINS)
 
 
-def reading(config: TrainConfig, on: Cluster, flags: str = FLAGS, *, say: Callable[[str], None]) -> Reading:
-    """The step of `config` on `on`: compiled with a set of flags, or from the config where the plugin is missing."""
-    if not can_compile():
-        return by_hand(config, on)
+def profile_step(
+    config: TrainConfig, on: ClusterModel, flags: str = FLAGS, *, say: Callable[[str], None]
+) -> StepProfile:
+    """The step of `config` on `on`: compiled with a set of flags, or from the config where the plugin is missing or no
+    program can fit.
+    """
+    if not can_compile() or analytic_step.memory_floor(config) > on.usable_bytes:
+        return profile_from_config(config, on)
 
     def make() -> dict[str, Any]:
-        with heard(f"{config.name} in {config.recipe} on {on.count} {on.device.name} ({config.mesh})", say):
-            return dataclasses.asdict(compiled(config, on, flags))
+        with report_compile_progress(
+            f"{config.name} in {config.recipe} on {on.count} {on.device.name} ({config.mesh})", say
+        ):
+            return dataclasses.asdict(profile_compiled_step(config, on, flags))
 
-    found = kept("plan", facts(config, on, flags), make, say=say)
-    return Reading(**{**found, "events": tuple(from_json(each) for each in found["events"])})
-
-
-def has_read(config: TrainConfig, on: Cluster) -> bool:
-    """Whether `reading` would answer without compiling."""
-    return is_kept("plan", facts(config, on))
+    found = cached_json("plan", profile_cache_key(config, on, flags), make, say=say)
+    return StepProfile(**{**found, "events": tuple(event_from_json(each) for each in found["events"])})
 
 
-def facts(config: TrainConfig, on: Cluster, flags: str = FLAGS) -> dict[str, Any]:
-    """All that a reading depends on, beside source and versions."""
+def is_profile_cached(config: TrainConfig, on: ClusterModel) -> bool:
+    """Returns True if `profile_step` would answer without compiling."""
+    return is_cached("plan", profile_cache_key(config, on))
+
+
+def profile_cache_key(config: TrainConfig, on: ClusterModel, flags: str = FLAGS) -> dict[str, Any]:
+    """Returns all that a profile depends on, besides source and versions."""
     return {"config": dataclasses.asdict(config), "on": str(on), "flags": flags}
 
 
 @contextlib.contextmanager
-def heard(what: str, say: Callable[[str], None]) -> Iterator[None]:
+def report_compile_progress(what: str, say: Callable[[str], None]) -> Iterator[None]:
     """Says that `what` is compiled, at its beginning, every few seconds, and at its end."""
     begun, ended = time.monotonic(), threading.Event()
 
     def beat() -> None:
-        while not ended.wait(BEAT):
+        while not ended.wait(PROGRESS_INTERVAL_S):
             say(f"  ... {time.monotonic() - begun:.0f} s")
 
     say(f"compiling {what} ...")
@@ -128,65 +138,68 @@ def heard(what: str, say: Callable[[str], None]) -> Iterator[None]:
         beating.join()
 
 
-def by_hand(config: TrainConfig, on: Cluster) -> Reading:
+def profile_from_config(config: TrainConfig, on: ClusterModel) -> StepProfile:
     """What shapes alone say."""
-    linears = linear_gemms(config, on.device)
+    linears = planned_gemms(config, on.device)
     native = fp4_calls(linears)
-    return Reading(
+    return StepProfile(
         compiled=False,
-        events=analytic.step(config, on, linears),
-        memory=analytic.memory(config),
-        needed_flops=needed(config) / on.count,
-        filling_flops=_filling(config, on),
+        events=analytic_step.analytic_step_events(config, on, linears),
+        memory=analytic_step.analytic_memory(config),
+        needed_flops=required_gemm_flops(config) / on.count,
+        filling_flops=_padding_flops(config, on),
         native=native,
         native_expected=native,
         compulsory=_compulsory(config),
     )
 
 
-def needed(config: TrainConfig) -> float:
+def required_gemm_flops(config: TrainConfig) -> float:
     """GEMM FLOPs of a whole step; of a recipe that multiplies x in two pieces both."""
     sites = {site.path: site.flops / 3 / config.model.layers for site in
-             models.gemm_sites(config.model, config.batch, config.seq)}  # fmt: skip
-    total = float(sum(bench.needed_flops(config).values()))
+             models.linear_shapes(config.model, config.batch, config.seq)}  # fmt: skip
+    total = float(sum(needed_flops(config).values()))
     for segment in phases(config)[0].resolved(config).segments:
         for path, recipe in segment.recipes.items():
             if recipe.remainder:
-                total += (segment.stop - segment.start) * sites[path] * (2 if path in AGAIN[config.remat] else 1)
+                calls = 2 if path in REMAT_LINEARS[config.remat] else 1
+                total += (segment.stop - segment.start) * sites[path] * calls
     return total
 
 
-def compiled(config: TrainConfig, on: Cluster, flags: str = FLAGS) -> Reading:
+def profile_compiled_step(config: TrainConfig, on: ClusterModel, flags: str = FLAGS) -> StepProfile:
     """The trainer's own step, compiled with the flags that `train` sets, or another set of them, and read."""
     mesh = run_mesh(config, np.array(topology(on.device, hosts=on.hosts, per_host=on.per_host).devices))
-    check(config, mesh, seq=config.seq, device=on.device, memory=None)
+    run_preflight(config, mesh, seq=config.seq, device=on.device, memory=None)
     own = compiler_options(config, mesh, phases(config)[0].resolved(config)) or {}
-    options = {each.name: each.option for each in as_known(FLAG_SETS[flags]) if each.name not in own}
+    options = {each.name: each.option for each in with_installed_names(FLAG_SETS[flags]) if each.name not in own}
     with ops.compile_for(on.device), target_cudnn():
-        return read_step(bench.compile_step(config, mesh, seq=config.seq, options=options), config, mesh, on)
+        return parse_compiled_step(compile_step(config, mesh, seq=config.seq, options=options), config, mesh, on)
 
 
-def read_step(made: Any, config: TrainConfig, mesh: Mesh, on: Cluster) -> Reading:
-    """A compiled step, read. Unreadable where an instruction cannot be placed."""
-    program, state = read(made.as_text()), abstract_state(config, mesh)
-    weights, load = shard_bytes(state.params), even_load(config, on.count)
-    multiplied = gemms(program, turns=load.turns, branches=load.branches)
-    linears = linear_gemms(config, on.device)
-    return Reading(
+def parse_compiled_step(made: Any, config: TrainConfig, mesh: Mesh, on: ClusterModel) -> StepProfile:
+    """Returns the profile of a compiled step. Raises HloParseError for an instruction that cannot be interpreted."""
+    program, state = parse_hlo(made.as_text()), abstract_state(config, mesh)
+    weights, load = shard_bytes(state.params), balanced_expert_load(config, on.count)
+    multiplied = find_gemms(program, turns=load.trip_count, branches=load.branches)
+    linears = planned_gemms(config, on.device)
+    return StepProfile(
         compiled=True,
-        events=schedule(program, dict(mesh.shape), crossing(config.mesh, on), load),
+        events=events_of_program(program, dict(mesh.shape), axes_across_racks(config.mesh, on), load),
         memory=_memory(made.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
-        needed_flops=needed(config) / on.count,
-        filling_flops=_filling(config, on) + sum(each.filling for each in linears),
-        native=sum(each.times for each in multiplied if each.kind in NATIVE and each.format == "fp4"),
+        needed_flops=required_gemm_flops(config) / on.count,
+        filling_flops=_padding_flops(config, on) + sum(each.padding_flops for each in linears),
+        native=sum(
+            each.execution_count for each in multiplied if each.kind in NATIVE_GEMM_KINDS and each.format == "fp4"
+        ),
         native_expected=fp4_calls(linears),
         compulsory=_compulsory(config),
     )
 
 
-def _filling(config: TrainConfig, on: Cluster) -> float:
-    needed = sum(flops for path, flops in bench.needed_flops(config).items() if path in EXPERTS)
-    return (even_load(config, on.count).filled - 1) * needed / on.count
+def _padding_flops(config: TrainConfig, on: ClusterModel) -> float:
+    needed = sum(flops for path, flops in needed_flops(config).items() if path in EXPERT_LINEARS)
+    return (balanced_expert_load(config, on.count).filled - 1) * needed / on.count
 
 
 def _compulsory(config: TrainConfig) -> float | None:
@@ -195,10 +208,10 @@ def _compulsory(config: TrainConfig) -> float | None:
     blocks = [r.fprop_x.format.block for segment in segments for r in segment.recipes.values() if r.quantized]
     if not blocks or None in blocks or config.accumulate > 1:
         return None
-    return compulsory_bytes(config, whole_sizes(parse_mesh(config.mesh)))
+    return compulsory_bytes(config, total_axis_sizes(parse_mesh(config.mesh)))
 
 
-def _memory(found: Any, program: Program, config: TrainConfig, *, weights: int, state: int) -> dict[str, float]:
+def _memory(found: Any, program: HloModule, config: TrainConfig, *, weights: int, state: int) -> dict[str, float]:
     """XLA's total by category. Weights and optimizer are exact, residuals are the stacks that the forward loop hands to
     the backward loop, workspace the largest scratch of a library; activations are the rest.
     """
@@ -206,7 +219,7 @@ def _memory(found: Any, program: Program, config: TrainConfig, *, weights: int, 
     total += found.output_size_in_bytes - found.alias_size_in_bytes
     rest = max(total - state, 0)
     gradients = min(weights, rest)
-    residuals = min(_stacks(program, config.model.layers), rest - gradients)
+    residuals = min(_stacked_residual_bytes(program, config.model.layers), rest - gradients)
     scratch = (a.bytes for f in program.instructions.values() if f.opcode == "custom-call" for a in f.results[1:])
     workspace = min(max(scratch, default=0), rest - gradients - residuals)
     return {
@@ -219,7 +232,7 @@ def _memory(found: Any, program: Program, config: TrainConfig, *, weights: int, 
     }
 
 
-def _stacks(program: Program, layers: int) -> int:
+def _stacked_residual_bytes(program: HloModule, layers: int) -> int:
     """Bytes of what a loop over layers keeps of all of them and was not given: no array of the step's state has that
     shape (which leaves out weights, moments and gradients).
     """

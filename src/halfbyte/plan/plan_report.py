@@ -6,21 +6,28 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from halfbyte.report import Box, figure, html_page, lanes, notice, paragraph, section, table
+from halfbyte.io import TimelineBox, figure, html_page, html_table, notice_box, paragraph, section, timeline_chart
+from halfbyte.plan.plan_outcome import PlanOutcome
+from halfbyte.plan.simulator import TimelineLoop, TimelineSpan
 
-from .outcome import Outcome
-from .simulate import Span, Turns
-
-MEMORY = ("weights", "optimizer", "gradients", "residuals", "activations", "workspace")
-LANES = {"gemm": "gemm", "attention": "attention", "pass": "memory", "send": "communication"}
-COLOURS = {"mlp": 0, "linears": 0, "attention linears": 5, "head": 7, "attention": 2, "operands": 1, "communication": 3}
-COLUMNS = ("recipe", "fits", "GiB", "step s", "queued s", "TFLOP/s", "tokens/s", "MFU", "exposed s", "vs")
-LONGEST = ("what", "for", "source", "ms a step")
+MEMORY_CATEGORIES = ("weights", "optimizer", "gradients", "residuals", "activations", "workspace")
+LANE_OF_EVENT = {"gemm": "gemm", "attention": "attention", "pass": "memory", "send": "communication"}
+CATEGORY_COLOURS = {
+    "mlp": 0,
+    "linears": 0,
+    "attention linears": 5,
+    "head": 7,
+    "attention": 2,
+    "operands": 1,
+    "communication": 3,
+}
+PLAN_COLUMNS = ("recipe", "fits", "GiB", "step s", "queued s", "TFLOP/s", "tokens/s", "MFU", "exposed s", "vs")
+LONGEST_COLUMNS = ("what", "for", "source", "ms a step")
 SENT = ("collective", "over", "dtype", "link", "times", "GB", "ms alone", "beside")
 GIB = 2**30
 
 
-def cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+def plan_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     """One recipe as a row of the table."""
     low, high = row["band"]["tflops_per_device"]
     faster = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in row["speedup_vs"].items())
@@ -32,37 +39,45 @@ def cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def page(title: str, data: Mapping[str, Any], found: Mapping[str, Outcome]) -> str:
+def plan_html(title: str, data: Mapping[str, Any], found: Mapping[str, PlanOutcome]) -> str:
     """One self-contained page."""
     recipes = data["recipes"]
-    parts = [notice(f"{name}: {each}") for name in recipes for each in recipes[name]["problems"]]
+    parts = [notice_box(f"{name}: {each}") for name in recipes for each in recipes[name]["problems"]]
     parts += [paragraph(f"{name}: {each}", soft=True) for name in recipes for each in recipes[name]["remarks"]]
     parts.append(
-        section("Recipes", table(COLUMNS, [cells(name, row) for name, row in recipes.items()]), paragraph(data["band"]))
+        section(
+            "Recipes",
+            html_table(PLAN_COLUMNS, [plan_cells(name, row) for name, row in recipes.items()]),
+            paragraph(data["band"]),
+        )
     )
     parts.append(section("Memory of a device", figure("GiB", memory_bars(recipes))))
     for name, each in found.items():
         row = recipes[name]
         parts.append(section(
             f"A step in {name}",
-            figure("One turn of each loop, in order; each as wide as one turn lasts", timeline(each.shared.spans)),
-            table(LONGEST, map(longest, row["most_expensive"])),
-            table(SENT, map(_collective, row["collectives"][:12])),
+            figure("One turn of each loop, in order; each as wide as one turn lasts", timeline_svg(each.shared.spans)),
+            html_table(LONGEST_COLUMNS, map(longest_row, row["most_expensive"])),
+            html_table(SENT, map(_collective, row["collectives"][:12])),
         ))  # fmt: skip
     if "budget" in data:
         rows = [
             (
                 name,
-                f"{b['days']:.1f}",
+                "{:.1f} ({:.1f} to {:.1f})".format(b["days"], *b["days_band"]),
                 *(f"{b[key]:,.0f}" if b[key] else "-" for key in ("cost", "megawatt_hours_at_most")),
             )
             for name, b in data["budget"].items()
         ]
-        parts.append(section("Budget", table(("recipe", "days", "cost", "MWh of GPUs at most"), rows)))
+        parts.append(
+            section(
+                "Budget", html_table(("recipe", "days", "cost in the unit of --price", "MWh of GPUs at most"), rows)
+            )
+        )
     return html_page(title, parts)
 
 
-def longest(row: Mapping[str, Any]) -> tuple[str, ...]:
+def longest_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     """One entry of what takes longest as a row of its table."""
     return row["what"], row["purpose"], row["source"], f"{1e3 * row['seconds']:.1f}"
 
@@ -82,46 +97,48 @@ def memory_bars(recipes: Mapping[str, Mapping[str, Any]]) -> str:
     memory = {name: row["memory"] for name, row in recipes.items()}
     bars = {}
     for name, row in memory.items():
-        sizes = [row[part] for part in MEMORY]
+        sizes = [row[part] for part in MEMORY_CATEGORIES]
         starts = itertools.accumulate(sizes, initial=0.0)
         bars[name] = [
-            Box(start, size, colour, f"{part}: {size / GIB:.1f} GiB", word=part)
-            for colour, (part, start, size) in enumerate(zip(MEMORY, starts, sizes))
+            TimelineBox(start, size, colour, f"{part}: {size / GIB:.1f} GiB", label=part)
+            for colour, (part, start, size) in enumerate(zip(MEMORY_CATEGORIES, starts, sizes))
         ]
     limits = {name: row["limit"] for name, row in memory.items()}
-    return lanes(bars, end=max(max(row["total"], row["limit"]) for row in memory.values()), limits=limits)
+    return timeline_chart(bars, end=max(max(row["total"], row["limit"]) for row in memory.values()), limits=limits)
 
 
-def timeline(spans: Sequence[Span | Turns]) -> str:
+def timeline_svg(spans: Sequence[TimelineSpan | TimelineLoop]) -> str:
     """Lanes of computation and communication, loops opened once."""
-    flat = list(_once(spans, 0.0))
-    boxes: dict[str, list[Box]] = {lane: [] for lane in LANES.values()}
+    flat = list(_collapse_loops(spans, 0.0))
+    boxes: dict[str, list[TimelineBox]] = {lane: [] for lane in LANE_OF_EVENT.values()}
     for span, start in flat:
-        colour, faint = COLOURS.get(span.event.purpose, 6), span.event.what == "send" and not span.waited
+        colour, faint = CATEGORY_COLOURS.get(span.event.purpose, 6), span.event.what == "send" and not span.waited
         said = f"{span.event.purpose} {span.event.format} {span.event.name}: {1e3 * span.seconds:.3f} ms"
-        boxes[LANES[span.event.what]].append(Box(start, span.seconds, colour, said, faint=faint))
-    return lanes(boxes, end=max((start + span.seconds for span, start in flat), default=1.0))
+        boxes[LANE_OF_EVENT[span.event.what]].append(TimelineBox(start, span.seconds, colour, said, faint=faint))
+    return timeline_chart(boxes, end=max((start + span.seconds for span, start in flat), default=1.0))
 
 
-def _once(spans: Sequence[Span | Turns], offset: float) -> Iterator[tuple[Span, float]]:
+def _collapse_loops(
+    spans: Sequence[TimelineSpan | TimelineLoop], offset: float
+) -> Iterator[tuple[TimelineSpan, float]]:
     """Spans with loops run once: what comes after a loop moves up."""
     saved = 0.0
     for each in sorted(spans, key=lambda one: one.start):
-        if isinstance(each, Turns):
-            yield from _once(each.spans, offset + each.start - saved)
-            saved += each.each * (each.times - 1)
+        if isinstance(each, TimelineLoop):
+            yield from _collapse_loops(each.spans, offset + each.start - saved)
+            saved += each.seconds_per_iteration * (each.trip_count - 1)
         else:
             yield each, offset + each.start - saved
 
 
-def trace(found: Mapping[str, Outcome]) -> bytes:
+def perfetto_trace(found: Mapping[str, PlanOutcome]) -> bytes:
     """Every turn of every loop, for ui.perfetto.dev: one process a recipe, threads for computation and links."""
     events: list[dict[str, Any]] = []
     for process, (name, each) in enumerate(found.items()):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
         for thread, lane in enumerate(("computation", "communication")):
             events.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": lane}})
-        for span, start in _opened(each.shared.spans, 0.0):
+        for span, start in _expand_loops(each.shared.spans, 0.0):
             sent = span.event.what == "send"
             events.append({
                 "ph": "X", "pid": process, "tid": int(sent),
@@ -132,10 +149,10 @@ def trace(found: Mapping[str, Outcome]) -> bytes:
     return gzip.compress(json.dumps({"traceEvents": events}).encode(), mtime=0)
 
 
-def _opened(spans: Sequence[Span | Turns], offset: float) -> Iterator[tuple[Span, float]]:
+def _expand_loops(spans: Sequence[TimelineSpan | TimelineLoop], offset: float) -> Iterator[tuple[TimelineSpan, float]]:
     for each in spans:
-        if isinstance(each, Turns):
-            for turn in range(each.times):
-                yield from _opened(each.spans, offset + each.start + turn * each.each)
+        if isinstance(each, TimelineLoop):
+            for turn in range(each.trip_count):
+                yield from _expand_loops(each.spans, offset + each.start + turn * each.seconds_per_iteration)
         else:
             yield each, offset + each.start

@@ -11,15 +11,15 @@ import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from halfbyte.recipe.operands import Recipe
-from halfbyte.recipe.presets import as_recipe, bf16
+from halfbyte.recipes.operand_policy import Recipe
+from halfbyte.recipes.presets import as_recipe, bf16
 
 LAYERS = "layers/"  # paths under this prefix are stacked [layers, ...]; all others exist once
 
-Bound = int | float | None
+LayerBound = int | float | None
 
 
-class RecipeMap(dict[str, Recipe]):
+class FrozenRecipeMap(dict[str, Recipe]):
     """Path -> recipe, hashable, so that a resolved policy can be a static argument of a jitted function."""
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -31,7 +31,7 @@ class RecipeMap(dict[str, Recipe]):
     __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _frozen  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple:
-        return RecipeMap, (dict(self),)
+        return FrozenRecipeMap, (dict(self),)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Rule:
 
     pattern: str
     recipe: Recipe | None
-    layers: tuple[Bound, Bound] | None = None
+    layers: tuple[LayerBound, LayerBound] | None = None
     implied: bool = False
 
     def __post_init__(self) -> None:
@@ -72,31 +72,31 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayerSegment:
     """Layers start..stop-1 and the recipe of each of their linears."""
 
     start: int
     stop: int
-    recipes: RecipeMap
+    recipes: FrozenRecipeMap
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedPolicy:
     """A policy for one model: the segments of its layers, and the recipes of the linears outside them."""
 
     policy: str
-    segments: tuple[Segment, ...]
-    outside: RecipeMap
+    segments: tuple[LayerSegment, ...]
+    non_layer_recipes: FrozenRecipeMap
 
-    def at(self, path: str, layer: int | None = None) -> Recipe:
+    def recipe_at(self, path: str, layer: int | None = None) -> Recipe:
         """The recipe of one linear."""
         if layer is None:
-            return self.outside[path]
+            return self.non_layer_recipes[path]
         return next(s.recipes[path] for s in self.segments if s.start <= layer < s.stop)
 
     def __str__(self) -> str:
         parts = [f"layers {s.start}..{s.stop - 1}: {_summary(s.recipes)}" for s in self.segments]
-        return "; ".join(parts + [f"outside: {_summary(self.outside)}"] * bool(self.outside))
+        return "; ".join(parts + [f"outside: {_summary(self.non_layer_recipes)}"] * bool(self.non_layer_recipes))
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,17 @@ class Policy:
     name: str
     rules: tuple[Rule, ...]
 
+    def __str__(self) -> str:
+        """Returns the name and a line per rule: pattern, layers and recipe."""
+        lines = [f"policy {self.name}: the first match decides, bf16 elsewhere"]
+        width = max((len(rule.pattern) for rule in self.rules), default=0)
+        for rule in self.rules:
+            start, stop = rule.layers or (None, None)
+            bounds = ":".join("" if bound is None else str(bound) for bound in (start, stop))
+            where = "all layers" if rule.layers is None else f"layers[{bounds}]"
+            lines.append(f"  {rule.pattern:<{width}}  {where}: {rule.recipe.name if rule.recipe else 'bf16'}")
+        return "\n".join(lines)
+
     def rule_for(self, path: str, layer: int | None, num_layers: int) -> Rule | None:
         """The rule that decides one linear, None for bf16. `layer` is None outside the layers."""
         for rule in self.rules:
@@ -114,7 +125,7 @@ class Policy:
                 return rule
         return None
 
-    def resolve(self, paths: Sequence[str], num_layers: int) -> Resolved:
+    def resolve(self, paths: Sequence[str], num_layers: int) -> ResolvedPolicy:
         """Segments for the paths under `layers/` and recipes for the others. A rule that decides nothing is a
         ValueError.
         """
@@ -125,9 +136,9 @@ class Policy:
         self._refuse_idle_rules(set(rules.values()), paths, num_layers)
 
         chosen = {site: (rule and rule.recipe) or bf16 for site, rule in rules.items()}
-        by_layer = [RecipeMap({path: chosen[path, layer] for path in layered}) for layer in range(num_layers)]
-        outside = RecipeMap({path: made for (path, layer), made in chosen.items() if layer is None})
-        return Resolved(self.name, tuple(_segments(by_layer)), outside)
+        by_layer = [FrozenRecipeMap({path: chosen[path, layer] for path in layered}) for layer in range(num_layers)]
+        outside = FrozenRecipeMap({path: made for (path, layer), made in chosen.items() if layer is None})
+        return ResolvedPolicy(self.name, tuple(_segments(by_layer)), outside)
 
     def _refuse_idle_rules(self, used: set[Rule | None], paths: Sequence[str], num_layers: int) -> None:
         for rule in self.rules:
@@ -155,16 +166,18 @@ class Policy:
 
 # The paper's long runs keep the first 2 and the last 8 of 62 blocks in bf16 (arXiv 2509.25149).
 PAPER_LAYERS = (2, -0.13)
-MLP, ATTENTION = "layers/mlp/*", "layers/attention/*"
-_POLICIES: dict[str, tuple[tuple[str, tuple[Bound, Bound] | None], ...]] = {
-    "mlp": ((MLP, None),),
-    "all_linear": ((MLP, None), (ATTENTION, None)),
-    "paper": ((MLP, PAPER_LAYERS), (ATTENTION, PAPER_LAYERS)),
-    "nemotron3": ((MLP, (None, -0.15)),),  # attention projections and the last 15% of blocks in bf16 (arXiv 2604.12374)
+MLP_PATTERNS, ATTENTION_PATTERNS = "layers/mlp/*", "layers/attention/*"
+_POLICIES: dict[str, tuple[tuple[str, tuple[LayerBound, LayerBound] | None], ...]] = {
+    "mlp": ((MLP_PATTERNS, None),),
+    "all_linear": ((MLP_PATTERNS, None), (ATTENTION_PATTERNS, None)),
+    "paper": ((MLP_PATTERNS, PAPER_LAYERS), (ATTENTION_PATTERNS, PAPER_LAYERS)),
+    "nemotron3": (
+        (MLP_PATTERNS, (None, -0.15)),
+    ),  # attention projections and the last 15% of blocks in bf16 (arXiv 2604.12374)
     "experts": (("layers/mlp/expert_*", None),),
 }
 
-MIXED = {"mlp_mxfp8": "mxfp8", "mlp_fp8": "fp8"}
+MIXED_POLICY_RECIPES = {"mlp_mxfp8": "mxfp8", "mlp_fp8": "fp8"}
 """Policies whose attention linears, under a 4-bit recipe, are in another; under any other they are as the MLP."""
 
 
@@ -179,10 +192,10 @@ def named_rules(name: str, recipe: Recipe) -> tuple[Rule, ...]:
 
 def policy_names() -> list[str]:
     """Every policy's name, the default first."""
-    return [*_POLICIES, *MIXED]
+    return [*_POLICIES, *MIXED_POLICY_RECIPES]
 
 
-def _layer(bound: Bound, num_layers: int) -> int | None:
+def _layer(bound: LayerBound, num_layers: int) -> int | None:
     """A bound as a layer number. A fraction from the end is counted from the front, so one that rounds to 0 is the
     end.
     """
@@ -192,15 +205,15 @@ def _layer(bound: Bound, num_layers: int) -> int | None:
     return num_layers - count if bound < 0 else count
 
 
-def _segments(by_layer: list[RecipeMap]) -> Iterator[Segment]:
+def _segments(by_layer: list[FrozenRecipeMap]) -> Iterator[LayerSegment]:
     start = 0
     for layer in range(1, len(by_layer) + 1):
         if layer == len(by_layer) or by_layer[layer] != by_layer[start]:
-            yield Segment(start, layer, by_layer[start])
+            yield LayerSegment(start, layer, by_layer[start])
             start = layer
 
 
-def _summary(recipes: RecipeMap) -> str:
+def _summary(recipes: FrozenRecipeMap) -> str:
     names: dict[str, list[str]] = {}
     for path, made in recipes.items():
         names.setdefault(made.name, []).append(path.removeprefix(LAYERS))

@@ -17,25 +17,30 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from halfbyte.formats import BF16, BY_CHANCE, NVFP4, ROUNDINGS, BlockFormat, unrounded
+from halfbyte.formats import BF16, NVFP4, ROUNDINGS, STOCHASTIC_ROUNDINGS, BlockFormat, unsupported_rounding
 from halfbyte.formats.hadamard import SIZES
+from halfbyte.renamed import renamed_members, renamed_value
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_x", "wgrad_dy")
-GEMMS = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_dy", "dgrad_w"), "wgrad": ("wgrad_x", "wgrad_dy")}
-WEIGHTS = ("fprop_w", "dgrad_w")
-GRADIENTS = ("dgrad_dy", "wgrad_dy")
-AGAIN = {"dgrad_w": "fprop_w", "wgrad_x": "fprop_x"}  # backward operand -> the forward operand of the same tensor
-SAME_TENSOR = (("fprop_x", "wgrad_x"), ("fprop_w", "dgrad_w"), ("dgrad_dy", "wgrad_dy"))
-BLOCKS = ("1d", "2d")
-SIGNS = ("fixed", "fresh")
-SOURCES = ("as_is", "bfloat16", "forward")
+GEMM_ROLES = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_dy", "dgrad_w"), "wgrad": ("wgrad_x", "wgrad_dy")}
+WEIGHT_ROLES = ("fprop_w", "dgrad_w")
+GRADIENT_ROLES = ("dgrad_dy", "wgrad_dy")
+FORWARD_ROLE_OF = {
+    "dgrad_w": "fprop_w",
+    "wgrad_x": "fprop_x",
+}  # backward operand -> the forward operand of the same tensor
+ROLES_OF_SAME_TENSOR = (("fprop_x", "wgrad_x"), ("fprop_w", "dgrad_w"), ("dgrad_dy", "wgrad_dy"))
+BLOCK_SHAPES = ("1d", "2d")
+SIGN_CHOICES = ("fixed", "fresh")
+SOURCES = ("as_is", "bfloat16", "requantize_forward")
 
 
-def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"OperandPolicy.{field} must be one of {', '.join(choices)}, got {value!r}")
 
 
+@renamed_members(run="quantization_group_size", draws_bytes="uses_random_bits", draws_signs="uses_random_signs")
 @dataclass(frozen=True)
 class OperandPolicy:
     """How one operand of one GEMM is quantized. The default is bfloat16, untouched."""
@@ -46,25 +51,26 @@ class OperandPolicy:
     hadamard: bool = False
     source: str = "as_is"
     """`bfloat16`: what is quantized is rounded to bfloat16 first, as Transformer Engine does with master weights.
-    `forward`: what is quantized is the forward operand of the same tensor, dequantized."""
+    `requantize_forward`: what is quantized is the forward operand of the same tensor, dequantized."""
     hadamard_size: int = 16
     signs: str = "fixed"
-    """Of the Hadamard transform: `fresh` ones are drawn in each step, for each GEMM of each linear."""
+    """Signs of the Hadamard transform; "fresh" signs are drawn in each step for each GEMM of each linear."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "source", renamed_value("source", self.source))
         if not isinstance(self.format, BlockFormat):
             raise TypeError(
                 f"OperandPolicy.format must be a BlockFormat, got {self.format!r}; take one from halfbyte.formats"
             )
-        _one_of("block", self.block, BLOCKS)
-        _one_of("rounding", self.rounding, ROUNDINGS)
-        _one_of("source", self.source, SOURCES)
-        _one_of("signs", self.signs, SIGNS)
+        _check_choice("block", self.block, BLOCK_SHAPES)
+        _check_choice("rounding", self.rounding, ROUNDINGS)
+        _check_choice("source", self.source, SOURCES)
+        _check_choice("signs", self.signs, SIGN_CHOICES)
         if self.hadamard_size not in SIZES:
             raise ValueError(
                 f"OperandPolicy.hadamard_size must be one of {', '.join(map(str, SIZES))}, got {self.hadamard_size!r}"
             )
-        if reason := unrounded(self.format, self.rounding):
+        if reason := unsupported_rounding(self.format, self.rounding):
             raise ValueError(
                 f"OperandPolicy.rounding={self.rounding!r} exists for {reason}; use rounding='rne', or a 4-bit format "
                 "(NVFP4, MXFP4)"
@@ -74,32 +80,36 @@ class OperandPolicy:
                 f"OperandPolicy.block='2d' exists for blocks of 16 (NVFP4) only, got format {self.format.name}; "
                 "use block='1d'"
             )
-        if self.block == "2d" and (self.format.scale.outer != "tensor" or self.format.scale.group > 1):
+        if self.block == "2d" and (
+            self.format.scale.outer_granularity != "tensor" or self.format.scale.scale_group_size > 1
+        ):
             raise ValueError(
                 f"OperandPolicy.block='2d' with format {self.format.name}, whose outer scale is one of a "
-                f"{self.format.scale.outer}: of the two GEMMs that read a tile one sums across its rows, and cannot "
-                "apply a scale of theirs to its sums; use block='1d'"
+                f"{self.format.scale.outer_granularity}: of the two GEMMs that read a tile one sums across "
+                "its rows, and cannot apply a scale of theirs to its sums; use block='1d'"
             )
 
     @property
-    def run(self) -> int:
+    def quantization_group_size(self) -> int:
         """How many neighbours along the contraction are quantized together: whole blocks, whole transforms."""
-        return max(self.hadamard_size if self.hadamard else 1, self.format.block or 1, self.format.scale.group)
+        return max(
+            self.hadamard_size if self.hadamard else 1, self.format.block or 1, self.format.scale.scale_group_size
+        )
 
     @property
-    def draws_signs(self) -> bool:
+    def uses_random_signs(self) -> bool:
         """True if its transform has signs of this step."""
         return self.hadamard and self.signs == "fresh"
 
     @property
     def stochastic(self) -> bool:
         """True if this operand needs a random key."""
-        return self.draws_bytes or self.draws_signs
+        return self.uses_random_bits or self.uses_random_signs
 
     @property
-    def draws_bytes(self) -> bool:
-        """True if elements, or the scales of blocks, are rounded by chance."""
-        return self.rounding in BY_CHANCE or self.format.scale.stochastic
+    def uses_random_bits(self) -> bool:
+        """True if elements or block scales are rounded stochastically."""
+        return self.rounding in STOCHASTIC_ROUNDINGS or self.format.scale.stochastic
 
     def __str__(self) -> str:
         words = [self.format.name]
@@ -107,15 +117,26 @@ class OperandPolicy:
             words += [self.block, self.rounding]
         if self.hadamard:
             words += ["hadamard"] + [str(self.hadamard_size)] * (self.hadamard_size != SIZES[0])
-            words += ["fresh"] * self.draws_signs
-        return " ".join(words + ([] if self.source == "as_is" else ["of", self.source]))
+            words += ["fresh"] * self.uses_random_signs
+        of_source = {
+            "as_is": [],
+            "bfloat16": ["of", "bfloat16"],
+            "requantize_forward": ["of", "the", "forward", "operand"],
+        }
+        return " ".join(words + of_source[self.source])
 
 
-def _more_than_rounded(policy: OperandPolicy) -> bool:
+def _needs_more_than_weight(policy: OperandPolicy) -> bool:
     """Whether a weight's codes depend on more than the weight and one maximum."""
-    return policy.hadamard or policy.stochastic or policy.source == "forward" or policy.format.scale.outer != "tensor"
+    return (
+        policy.hadamard
+        or policy.stochastic
+        or policy.source == "requantize_forward"
+        or policy.format.scale.outer_granularity != "tensor"
+    )
 
 
+@renamed_members(history="amax_history_len", refuse_foreign="check_supported_outside_trainer")
 @dataclass(frozen=True)
 class Recipe:
     """Six operand policies and a name. Two recipes of equal fields compute the same numbers.
@@ -138,7 +159,7 @@ class Recipe:
     description: str = ""
     shared_scales: bool = False
     remainder: bool = False
-    history: int = 0
+    amax_history_len: int = 0
 
     def __post_init__(self) -> None:
         x = self.fprop_x
@@ -147,61 +168,67 @@ class Recipe:
                 f"recipe {self.name!r}: remainder=True multiplies what the rounding of x has left over, but fprop_x is "
                 f"{x}; give fprop_x a format that rounds, to nearest and without a Hadamard transform"
             )
-        if self.shared_scales and any(_more_than_rounded(getattr(self, r)) for r in WEIGHTS):
+        if self.shared_scales and any(_needs_more_than_weight(getattr(self, r)) for r in WEIGHT_ROLES):
             raise ValueError(
                 f"recipe {self.name!r}: shared_scales are those of weights as they are; it goes with neither hadamard "
-                f"nor stochastic rounding of {' or '.join(WEIGHTS)}, nor with scales of rows or a forward source"
+                f"nor stochastic rounding of {' or '.join(WEIGHT_ROLES)}, nor with scales of rows or a forward source"
             )
         for role, operand in self.operands().items():
             if not isinstance(operand, OperandPolicy):
                 raise TypeError(f"recipe {self.name!r}: {role} must be an OperandPolicy, got {operand!r}")
-            if operand.block == "2d" and role not in WEIGHTS:
+            if operand.block == "2d" and role not in WEIGHT_ROLES:
                 raise ValueError(
                     f"recipe {self.name!r}: {role}.block='2d', but 2D blocks are for weights "
-                    f"({', '.join(WEIGHTS)}), which are read along both axes; use block='1d'"
+                    f"({', '.join(WEIGHT_ROLES)}), which are read along both axes; use block='1d'"
                 )
             self._check_source(role, operand)
-        for gemm, (left, right) in GEMMS.items():
+        for gemm, (left, right) in GEMM_ROLES.items():
             self._check_hadamard(gemm, left, right)
         self._check_history()
 
     def _check_history(self) -> None:
-        if type(self.history) is not int or self.history < 0:
+        if type(self.amax_history_len) is not int or self.amax_history_len < 0:
             raise ValueError(
-                f"recipe {self.name!r}: history is a number of steps, got {self.history!r}; 0 scales by the present one"
+                f"recipe {self.name!r}: history is a number of steps, got {self.amax_history_len!r}; "
+                "0 scales by the present one"
             )
-        if not self.history:
+        if not self.amax_history_len:
             return
-        pairs = [(getattr(self, first), getattr(self, again)) for first, again in SAME_TENSOR]
+        pairs = [(getattr(self, first), getattr(self, again)) for first, again in ROLES_OF_SAME_TENSOR]
         plain = all(one == OperandPolicy(one.format, source=one.source) == again for one, again in pairs)
         one_scale = all(one.format.quantized and one.format.block is None for one, _ in pairs)
         if not plain or not one_scale or self.remainder or self.shared_scales:
             raise ValueError(
-                f"recipe {self.name!r}: history={self.history} is of one scale each for x, W and dy, so all six "
-                "operands need a format with one scale a tensor (FP8), both of a tensor alike, to nearest, without "
+                f"recipe {self.name!r}: history={self.amax_history_len} is of one scale each for x, W and dy, so all "
+                "six operands need a format with one scale a tensor (FP8), both of a tensor alike, to nearest, without "
                 "hadamard, remainder or shared_scales; use history=0"
             )
 
-    def refuse_foreign(self, where: str) -> None:
-        """ValueError beginning with `where`, in which no trainer keeps a history and nobody knows all tokens."""
-        if self.history:
+    def check_supported_outside_trainer(self, where: str) -> None:
+        """Raises ValueError, which begins with `where`, if the recipe needs the trainer: an amax history."""
+        if self.amax_history_len:
             raise ValueError(
-                f"{where}: recipe {self.name!r} scales by what {self.history:,} steps before have seen, which "
+                f"{where}: recipe {self.name!r} scales by what {self.amax_history_len:,} steps before have seen, which "
                 "`halfbyte train` alone keeps; use fp8, which scales by a tensor's own maximum"
             )
 
     def _check_source(self, role: str, operand: OperandPolicy) -> None:
-        if operand.source != "forward":
+        if operand.source != "requantize_forward":
             return
-        if role not in AGAIN or not getattr(self, AGAIN[role]).format.quantized or not operand.format.quantized:
+        if (
+            role not in FORWARD_ROLE_OF
+            or not getattr(self, FORWARD_ROLE_OF[role]).format.quantized
+            or not operand.format.quantized
+        ):
             raise ValueError(
-                f"recipe {self.name!r}: {role}.source='forward' quantizes a forward operand once more; that is for "
-                f"{' and '.join(AGAIN)}, both of them and {' and '.join(AGAIN.values())} quantized; use source='as_is'"
+                f"recipe {self.name!r}: {role}.source='requantize_forward' quantizes a forward operand once more; that "
+                f"is for {' and '.join(FORWARD_ROLE_OF)}, both of them and "
+                f"{' and '.join(FORWARD_ROLE_OF.values())} quantized; use source='as_is'"
             )
-        if getattr(self, AGAIN[role]).hadamard:
+        if getattr(self, FORWARD_ROLE_OF[role]).hadamard:
             raise ValueError(
-                f"recipe {self.name!r}: {role}.source='forward', but {AGAIN[role]} is Hadamard-transformed, and the "
-                "transform of one GEMM means nothing to another; use source='as_is'"
+                f"recipe {self.name!r}: {role}.source='requantize_forward', but {FORWARD_ROLE_OF[role]} is "
+                "Hadamard-transformed, and the transform of one GEMM means nothing to another; use source='as_is'"
             )
 
     def _check_hadamard(self, gemm: str, left: str, right: str) -> None:
@@ -237,10 +264,16 @@ class Recipe:
         return {role: dataclasses.replace(getattr(self, role), **fields) for role in roles}
 
     def __str__(self) -> str:
-        return self.name
+        """Returns the name, the description and a line per operand."""
+        lines = [f"recipe {self.name}" + (f": {self.description}" if self.description else "")]
+        lines += [f"  {role:<9} {operand}" for role, operand in self.operands().items()]
+        lines += ["  one tensor scale for the weights of q, k and v, one for gate and up"] * self.shared_scales
+        lines += ["  fprop also multiplies the remainder of x"] * self.remainder
+        lines += [f"  scales from the amax of {self.amax_history_len} steps before"] * bool(self.amax_history_len)
+        return "\n".join(lines)
 
 
-def difference(a: Recipe, b: Recipe) -> list[tuple[str, str, object, object]]:
+def recipe_diff(a: Recipe, b: Recipe) -> list[tuple[str, str, object, object]]:
     """(operand, field, value in a, value in b) for every field of every operand in which two recipes differ, and for
     what a recipe says of the weights together: two without a difference compute the same numbers.
     """
@@ -250,6 +283,6 @@ def difference(a: Recipe, b: Recipe) -> list[tuple[str, str, object, object]]:
         for field in dataclasses.fields(OperandPolicy)
         if getattr(left, field.name) != getattr(right, field.name)
     ]
-    of_all = ("weights", "shared_scales"), ("fprop_x", "remainder"), ("all", "history")
+    of_all = ("weights", "shared_scales"), ("fprop_x", "remainder"), ("all", "amax_history_len")
     values = [(what, field, getattr(a, field), getattr(b, field)) for what, field in of_all]
     return operands + [change for change in values if change[2] != change[3]]

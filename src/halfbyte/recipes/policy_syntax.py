@@ -19,34 +19,50 @@ import re
 from pathlib import Path
 from typing import Any
 
-from halfbyte.inputs import read_text
-from halfbyte.recipe.layers import ATTENTION, LAYERS, MIXED, MLP, Bound, Policy, Rule, named_rules, policy_names
-from halfbyte.recipe.operands import Recipe
-from halfbyte.recipe.own import from_file, from_package, is_own, read_recipe, spell_recipe
-from halfbyte.recipe.presets import as_recipe
-from halfbyte.recipe.presets import recipe as recipe_of
+from halfbyte.io import read_text
+from halfbyte.recipes.layer_policy import (
+    ATTENTION_PATTERNS,
+    LAYERS,
+    MIXED_POLICY_RECIPES,
+    MLP_PATTERNS,
+    LayerBound,
+    Policy,
+    Rule,
+    named_rules,
+    policy_names,
+)
+from halfbyte.recipes.operand_policy import Recipe
+from halfbyte.recipes.presets import as_recipe
+from halfbyte.recipes.presets import recipe as recipe_of
+from halfbyte.recipes.user_recipes import (
+    is_user_defined,
+    load_entry_point,
+    load_object_from_file,
+    recipe_from_fields,
+    recipe_to_text,
+)
 
-MOST_FILE = 64 << 10
-SPAN = re.compile(r"^layers\[([^\]]*)\](?:/(.+))?$")
+MAX_POLICY_BYTES = 64 << 10
+LAYER_RANGE_PATTERN = re.compile(r"^layers\[([^\]]*)\](?:/(.+))?$")
 
 
-def read_policy(text: str) -> str:
+def read_policy_text(text: str) -> str:
     """The policy itself: `@FILE` is read, comments and blank lines left out; other text comes back as it is."""
     if not text.startswith("@"):
         return text
     path = Path(text[1:])
     if not path.is_file():
         raise ValueError(f"policy: there is no file {path}; give rules (`mlp/*=nvfp4`), a name, or @FILE")
-    lines = (line.partition("#")[0].strip() for line in read_text(path, most=MOST_FILE).splitlines())
+    lines = (line.partition("#")[0].strip() for line in read_text(path, most=MAX_POLICY_BYTES).splitlines())
     return "; ".join(line.rstrip(";").strip() for line in lines if line)
 
 
 def policy(text: str, default: Recipe | str) -> Policy:
     """The policy that `text` names or describes, rules without a recipe in `default`."""
     default = as_recipe(default, "policy")
-    if is_own(text):
-        return own_policy(text, default)
-    offered = from_package(text, "policy")
+    if is_user_defined(text):
+        return load_user_policy(text, default)
+    offered = load_entry_point(text, "policy")
     if offered is not None:
         return _as_policy(offered, text, default)
     parts = [part.strip() for part in text.split(";") if part.strip()]
@@ -56,12 +72,12 @@ def policy(text: str, default: Recipe | str) -> Policy:
     return Policy(text, tuple(reversed(rules)))  # a Policy's first match wins, a text's last
 
 
-def own_policy(text: str, default: Recipe) -> Policy:
+def load_user_policy(text: str, default: Recipe) -> Policy:
     """The policy that the text names by file or spells out; a function of a file is given the run's recipe."""
     if text.startswith("{"):
         values = json.loads(text)
         return Policy(values["name"], tuple(_read_rule(rule) for rule in values["rules"]))
-    return _as_policy(from_file(text, "policy"), text, default)
+    return _as_policy(load_object_from_file(text, "policy"), text, default)
 
 
 def _as_policy(value: Any, text: str, default: Recipe) -> Policy:
@@ -71,15 +87,17 @@ def _as_policy(value: Any, text: str, default: Recipe) -> Policy:
     return made
 
 
-def spell_policy(made: Policy) -> str:
+def policy_to_text(made: Policy) -> str:
     """The policy as text that `policy` turns back into an equal one."""
-    rules = [[rule.pattern, rule.recipe and json.loads(spell_recipe(rule.recipe)), rule.layers] for rule in made.rules]
+    rules = [
+        [rule.pattern, rule.recipe and json.loads(recipe_to_text(rule.recipe)), rule.layers] for rule in made.rules
+    ]
     return json.dumps({"name": made.name, "rules": rules}, sort_keys=True)
 
 
 def _read_rule(values: list[Any]) -> Rule:
     pattern, fields, layers = values
-    return Rule(pattern, fields and read_recipe(fields), layers and (layers[0], layers[1]))
+    return Rule(pattern, fields and recipe_from_fields(fields), layers and (layers[0], layers[1]))
 
 
 def _rules(part: str, default: Recipe, *, alone: bool) -> list[Rule]:
@@ -87,12 +105,12 @@ def _rules(part: str, default: Recipe, *, alone: bool) -> list[Rule]:
     if equals and not name:
         raise ValueError(f"policy: rule {part!r} names no recipe after '='")
     chosen = recipe_of(name) if name else default
-    if where in MIXED:
-        higher = recipe_of(MIXED[where]) if _is_4_bit(chosen) else chosen
-        return [Rule(MLP, chosen, implied=not alone), Rule(ATTENTION, higher, implied=not alone)]
+    if where in MIXED_POLICY_RECIPES:
+        higher = recipe_of(MIXED_POLICY_RECIPES[where]) if _is_4_bit(chosen) else chosen
+        return [Rule(MLP_PATTERNS, chosen, implied=not alone), Rule(ATTENTION_PATTERNS, higher, implied=not alone)]
     if where in policy_names():
         return [dataclasses.replace(rule, implied=not alone) for rule in named_rules(where, chosen)]
-    span = SPAN.match(where)
+    span = LAYER_RANGE_PATTERN.match(where)
     if span:
         return [Rule(_under_layers(span[2] or "*"), chosen, _bounds(span[1], part))]
     if re.fullmatch(r"[\w*?/\[\]!-]+", where) and "layers[" not in where:
@@ -117,7 +135,7 @@ def _under_layers(glob: str) -> str:
     return glob if glob.startswith(LAYERS) else LAYERS + glob
 
 
-def _bounds(text: str, part: str) -> tuple[Bound, Bound]:
+def _bounds(text: str, part: str) -> tuple[LayerBound, LayerBound]:
     start, colon, stop = (word.strip() for word in text.partition(":"))
     first = _bound(start, part)
     if colon:
@@ -127,7 +145,7 @@ def _bounds(text: str, part: str) -> tuple[Bound, Bound]:
     return first, None if first == -1 else first + 1
 
 
-def _bound(word: str, part: str) -> Bound:
+def _bound(word: str, part: str) -> LayerBound:
     if not word:
         return None
     try:

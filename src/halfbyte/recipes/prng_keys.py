@@ -15,28 +15,28 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from halfbyte.formats import Key, MixedKey, mixed_words
-from halfbyte.recipe.operands import GEMMS, ROLES
+from halfbyte.formats import HashedKey, Key, hashed_key_words
+from halfbyte.recipes.operand_policy import GEMM_ROLES, ROLES
 
 KEY_IMPL = "threefry2x32"  # two words a key, whatever generator the user's program has made its default
-DRAWN = (*ROLES, *(f"{gemm} signs" for gemm in GEMMS))
-LinearKey = jax.Array | Mapping[str, MixedKey]
+RANDOM_STREAMS = (*ROLES, *(f"{gemm} signs" for gemm in GEMM_ROLES))
+LinearKey = jax.Array | Mapping[str, HashedKey]
 """The key of a linear, or those of all that it draws, by name."""
 
 
 def step_key(seed: ArrayLike, step: ArrayLike) -> jax.Array:
-    """The typed key of one training step; both may be traced."""
+    """Returns the typed key of one training step. `seed` and `step` may be traced."""
     return jax.random.fold_in(jax.random.key(seed, impl=KEY_IMPL), step)
 
 
 def layer_key(key: jax.Array, layer: ArrayLike) -> jax.Array:
     """The key of one layer, counted over the whole model; `layer` may be traced (a scan's index)."""
-    return jax.random.fold_in(key, layer)
+    return _fold_in(key, layer)
 
 
 def site_key(key: jax.Array, site: str) -> jax.Array:
     """The key of one linear, named by its path."""
-    return jax.random.fold_in(key, _stable_integer(site))
+    return _fold_in(key, _stable_integer(site))
 
 
 @overload
@@ -47,26 +47,43 @@ def role_key(key: LinearKey, role: str) -> Key:
     """The key of one of the six operands of a linear."""
     if role not in ROLES:
         raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
-    return _drawn(key, role)
+    return _stream_key(key, role)
 
 
 def signs_key(key: LinearKey, gemm: str) -> Key:
-    """The key of the Hadamard signs that both operands of one GEMM of a linear share, likewise."""
-    return _drawn(key, f"{gemm} signs")
+    """Returns the key of the Hadamard signs that both operands of one GEMM of a linear share."""
+    return _stream_key(key, f"{gemm} signs")
 
 
 def site_keys(keys: jax.Array, sites: Sequence[str]) -> jax.Array:
-    """`site_key` of each of `keys` [sites] with its site, in one fold."""
-    return jax.vmap(jax.random.fold_in)(keys, _stable_integers(sites))
+    """Returns `site_key` of each of `keys` [sites] and its site, in one fold."""
+    return jax.vmap(_fold_in)(keys, _stable_integers(sites))
 
 
-def operand_words(key: jax.Array) -> jax.Array:
-    """The words [9, 2] of the `MixedKey` of all that a linear may draw, in the order of `DRAWN`, in one fold."""
-    return mixed_words(jax.vmap(jax.random.fold_in, (None, 0))(key, _stable_integers(DRAWN)))
+def stream_key_words(key: jax.Array) -> jax.Array:
+    """Returns the `HashedKey` words [9, 2] of a linear's random streams, in order of `RANDOM_STREAMS`, in one fold."""
+    return hashed_key_words(jax.vmap(_fold_in, (None, 0))(key, _stable_integers(RANDOM_STREAMS)))
 
 
-def _drawn(key: LinearKey, name: str) -> Key:
-    return key[name] if isinstance(key, Mapping) else jax.random.fold_in(key, _stable_integer(name))
+def _stream_key(key: LinearKey, name: str) -> Key:
+    return key[name] if isinstance(key, Mapping) else _fold_in(key, _stable_integer(name))
+
+
+def _fold_in(key: jax.Array, number: ArrayLike) -> jax.Array:
+    return jax.random.fold_in(as_threefry_key(key), number)
+
+
+def as_threefry_key(key: jax.Array) -> jax.Array:
+    """Returns a key whose `fold_in` is a hash: `key` itself, or for `unsafe_rbg` a threefry key of its four words.
+
+    `fold_in` of `unsafe_rbg` is an exclusive or with a hash of the number. So the order of two numbers does not matter,
+    and the same number twice (step 3, layer 3) cancels. Numbers that the caller folded in before stay as they are.
+    """
+    if str(jax.random.key_impl(key)) != "unsafe_rbg":
+        return key
+    words = jax.random.key_data(key)  # u32[4]
+    threefry = jax.random.wrap_key_data(words[:2], impl=KEY_IMPL)
+    return jax.random.fold_in(jax.random.fold_in(threefry, words[2]), words[3])
 
 
 def _stable_integers(names: Sequence[str]) -> np.ndarray:

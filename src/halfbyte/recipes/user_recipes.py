@@ -5,8 +5,8 @@ A config holds text, so that flags, JSON and a resumed run all mean the same. Wh
     path/file.py:name@0123456789abcdef    a Recipe or Policy of that Python file, and the SHA-256 of the file
     {"name": ..., "fprop_x": ...}         a Recipe or Policy that was given as a value, spelled out
 
-`pin` adds the hash; a file that has changed since is refused wherever its text is read again, and so is one that no
-command names (`inputs/programs.py`). Packages offer recipes and policies by name, through the entry points
+`pin_to_digest` adds the hash; a file that has changed since is refused wherever its text is read again, and so is one
+that no command names (`io/trusted_programs.py`). Packages offer recipes and policies by name, through the entry points
 `halfbyte.recipes` and `halfbyte.policies`.
 """
 
@@ -24,47 +24,47 @@ from typing import Any
 
 from halfbyte import formats
 from halfbyte.formats import BlockFormat
-from halfbyte.inputs.programs import name_program, named_program
-from halfbyte.recipe.operands import ROLES, OperandPolicy, Recipe
+from halfbyte.io.trusted_programs import trust_program, trusted_program
+from halfbyte.recipes.operand_policy import ROLES, OperandPolicy, Recipe
 
-FILE = re.compile(r"^(?P<path>.+\.py):(?P<name>\w+)(?:@(?P<hash>[0-9a-f]{16}))?$")
+USER_FILE_PATTERN = re.compile(r"^(?P<path>.+\.py):(?P<name>\w+)(?:@(?P<hash>[0-9a-f]{16}))?$")
 GROUPS = {"recipe": "halfbyte.recipes", "policy": "halfbyte.policies"}
 _LOADED: dict[tuple[str, str], dict[str, Any]] = {}  # (path, hash) -> what the file defines
 
 
-def is_own(text: str) -> bool:
+def is_user_defined(text: str) -> bool:
     """True for text that names a file or spells a value out."""
-    return text.startswith("{") or FILE.match(text) is not None
+    return text.startswith("{") or USER_FILE_PATTERN.match(text) is not None
 
 
-def pin(text: str) -> str:
+def pin_to_digest(text: str) -> str:
     """The text with the hash of the file it names; other text as it is."""
-    found = FILE.match(text)
+    found = USER_FILE_PATTERN.match(text)
     if found is None or found["hash"]:
         return text
-    return f"{text}@{name_program(found['path'], text)}"
+    return f"{text}@{trust_program(found['path'], text)}"
 
 
-def from_file(text: str, what: str) -> Any:
+def load_object_from_file(text: str, what: str) -> Any:
     """The object that `path/file.py:name` names; ValueError if the file is not the one that was pinned, or if nobody
     but a file names it."""
-    found = FILE.match(pin(text))
+    found = USER_FILE_PATTERN.match(pin_to_digest(text))
     assert found is not None, text
-    names = _load(*named_program(found["hash"], f"{what} {text}"), found["hash"])
+    names = _load(*trusted_program(found["hash"], f"{what} {text}"), found["hash"])
     if found["name"] not in names:
         raise ValueError(f"{what} {text}: the file defines no {found['name']!r}")
     return names[found["name"]]
 
 
-def same_program(stored: str, given: str) -> bool:
+def is_same_program(stored: str, given: str) -> bool:
     """Whether both texts name one object of files with one content, wherever they lie."""
-    texts = [FILE.match(text) for text in (stored, given)]
+    texts = [USER_FILE_PATTERN.match(text) for text in (stored, given)]
     return all(texts) and len({(found["name"], found["hash"]) for found in texts if found}) == 1
 
 
-def refuse_changed(stored: str, given: str) -> None:
+def check_program_unchanged(stored: str, given: str) -> None:
     """ValueError if `given` names the stored program by its file's name, and the file is another now."""
-    old, new = FILE.match(stored), FILE.match(pin(given))
+    old, new = USER_FILE_PATTERN.match(stored), USER_FILE_PATTERN.match(pin_to_digest(given))
     if old and new and old["hash"] != new["hash"] and Path(old["path"]).name == Path(new["path"]).name:
         raise ValueError(
             f"recipe {given}: the file has changed since the run was trained with it ({old['hash']}, now "
@@ -72,14 +72,14 @@ def refuse_changed(stored: str, given: str) -> None:
         )
 
 
-def from_package(name: str, what: str) -> Any:
+def load_entry_point(name: str, what: str) -> Any:
     """The object that an installed package offers under this name, None if none does."""
-    found = _offered().get((what, name))
+    found = _entry_points().get((what, name))
     return found.load() if found else None
 
 
 @cache
-def _offered() -> dict[tuple[str, str], EntryPoint]:
+def _entry_points() -> dict[tuple[str, str], EntryPoint]:
     """All that packages offer, looked up once: asking every installed package takes longer than making a config."""
     installed = entry_points()
     points = [(what, point) for what, group in GROUPS.items() for point in installed.select(group=group)]
@@ -87,9 +87,9 @@ def _offered() -> dict[tuple[str, str], EntryPoint]:
 
 
 def _load(path: str, source: bytes, digest: str) -> dict[str, Any]:
-    """What the file defines. The bytes that were hashed are those that run, whatever lies there by now."""
+    """Returns what the file defines. Runs the bytes that were hashed, not the present content of the file."""
     if (path, digest) not in _LOADED:
-        loader = _Hashed(f"halfbyte_own_{digest}", path, source)
+        loader = _SourceBytesLoader(f"halfbyte_own_{digest}", path, source)
         spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
@@ -98,7 +98,7 @@ def _load(path: str, source: bytes, digest: str) -> dict[str, Any]:
     return _LOADED[path, digest]
 
 
-class _Hashed(SourceLoader):
+class _SourceBytesLoader(SourceLoader):
     """A module from source that has been read already."""
 
     def __init__(self, name: str, path: str, source: bytes):
@@ -111,17 +111,17 @@ class _Hashed(SourceLoader):
         return self._source
 
 
-def spell_recipe(made: Recipe) -> str:
-    """The recipe as text that `read_recipe` turns back into an equal one."""
-    return json.dumps(_recipe_fields(made), sort_keys=True)
+def recipe_to_text(value: Recipe) -> str:
+    """Returns the recipe as JSON text, from which `recipe_from_fields` makes an equal one."""
+    return json.dumps(_recipe_fields(value), sort_keys=True)
 
 
-def _recipe_fields(made: Recipe) -> dict[str, Any]:
-    operands = {role: _operand_fields(policy) for role, policy in made.operands().items()}
-    about = {"name": made.name, "description": made.description, "shared_scales": made.shared_scales}
-    # Configs of runs from before them have no such fields, and their text stays the same.
-    later = {name: getattr(made, name) for name in ("remainder", "history") if getattr(made, name)}
-    return about | later | operands
+def _recipe_fields(value: Recipe) -> dict[str, Any]:
+    operands = {role: _operand_fields(policy) for role, policy in value.operands().items()}
+    about = {"name": value.name, "description": value.description, "shared_scales": value.shared_scales}
+    # Absent at their defaults: configs of versions without these fields have the same text. "history" is 0.1's key.
+    later = {"remainder": value.remainder, "history": value.amax_history_len}
+    return about | {name: value for name, value in later.items() if value} | operands
 
 
 def _operand_fields(policy: OperandPolicy) -> dict[str, Any]:
@@ -138,26 +138,27 @@ def _formats() -> dict[str, BlockFormat]:
     return {value.name: value for value in vars(formats).values() if isinstance(value, BlockFormat)}
 
 
-def read_recipe(values: dict[str, Any]) -> Recipe:
-    """The recipe of `spell_recipe`'s fields."""
+def recipe_from_fields(values: dict[str, Any]) -> Recipe:
+    """Returns the recipe with the fields that `recipe_to_text` writes."""
     if values.get("mean"):
         raise ValueError(f"recipe {values['name']}: mean=true was removed; spell the recipe without it")
     known = _formats()
-    whole = ("description", "shared_scales", "remainder", "history")
+    whole = ("description", "shared_scales", "remainder")
     fields: dict[str, Any] = {name: values[name] for name in whole if name in values}
+    fields["amax_history_len"] = values.get("history", 0)
     for role in ROLES:
         fields[role] = OperandPolicy(**{**values[role], "format": known[values[role]["format"]]})
     return Recipe(values["name"], **fields)
 
 
-def own_recipe(text: str) -> Recipe:
+def load_user_recipe(text: str) -> Recipe:
     """The recipe that the text names by file or spells out."""
     if text.startswith("{"):
         try:
-            return read_recipe(json.loads(text))
+            return recipe_from_fields(json.loads(text))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"recipe {text[:60]}...: not a recipe spelled out ({error})") from None
-    made = from_file(text, "recipe")
-    if not isinstance(made, Recipe):
-        raise ValueError(f"recipe {text}: must be a halfbyte.Recipe, got {made!r}")
-    return dataclasses.replace(made, name=pin(text))
+    value = load_object_from_file(text, "recipe")
+    if not isinstance(value, Recipe):
+        raise ValueError(f"recipe {text}: must be a halfbyte.Recipe, got {value!r}")
+    return dataclasses.replace(value, name=pin_to_digest(text))

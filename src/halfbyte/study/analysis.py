@@ -1,6 +1,6 @@
-"""From run directories to what a report says: gaps by seed, intervals over seeds, verdicts, and what they cost.
+"""Analysis of a study: gaps by seed, intervals over seeds, verdicts and cost, read from the run directories.
 
-Everything here is read from what the runs left behind, so a report can be made at any time, also of half a parity.
+A report can be made at any time, also of a study that is half done.
 """
 
 import math
@@ -12,67 +12,75 @@ from typing import Any
 import numpy as np
 
 from halfbyte import models
-from halfbyte.evaluation.curves import Curve, default_last, differences, median, read_curve, smooth, speed_of
-from halfbyte.train.identity import load_identity
+from halfbyte.evaluation import loss_curves
+from halfbyte.study import control_arms, study_runs
+from halfbyte.study.arms import BASELINE, CANDIDATE, TWIN, Arm
+from halfbyte.study.equivalence_test import (
+    MIN_SEEDS,
+    Verdict,
+    VerdictKind,
+    judge_all_arms,
+    moving_block_bootstrap,
+    no_interval_reason,
+    paired_t_interval,
+    student_t_quantile,
+)
+from halfbyte.study.study_plan import StudyPlan
+from halfbyte.study.study_runs import FINISHED_STATES, RUN_DONE, Cells, StudyCell
+from halfbyte.train.run_identity import load_identity
 
-from .arms import BASELINE, CANDIDATE, TWIN, Arm
-from .between import between, finite, ranking
-from .cells import DONE, OVER, Cell, Cells, executions, manifest_of, read_cells, run_directory, status_of
-from .controls import controls, displaced, displaced_name, seen, withheld
-from .plan import Plan
-from .radar_view import radar_of
-from .statistics import FEWEST_SEEDS, moving_block_bootstrap, over_seeds, t_quantile
-from .verdict import Verdict, Word, judge_study, no_interval
-
-GRID = 24  # points of the fitted curve
-DRAWN = 240  # points of a drawn curve
-MOST_SPELLED = 4  # candidates whose reasons the verdict line has
+CURVE_POINTS = 24  # points of the fitted curve
+MAX_PLOT_POINTS = 240  # points of a drawn curve
+MAX_LISTED_ARMS = 4  # candidates whose reasons the verdict line has
 
 
-def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
+def analyse_study(plan: StudyPlan, directory: Path) -> dict[str, Any]:
     """The whole report as plain data."""
-    cells = read_cells(plan, directory)
+    cells = study_runs.read_cells(plan, directory)
     arms = [describe_arm(plan, arm, cells) for arm in plan.arms]
     verdicts = judge_arms(plan, cells)
-    checks = controls(plan, verdicts, {arm.name: finite(results_of(plan, arm, cells)) for arm in plan.arms})
-    final = {name: withheld(found, checks) for name, found in verdicts.items()}
+    gaps = {arm.name: control_arms.finished_seeds(results_by_seed(plan, arm, cells)) for arm in plan.arms}
+    checks = control_arms.judge_controls(plan, verdicts, gaps)
+    final = {name: control_arms.withhold_pass(found, checks) for name, found in verdicts.items()}
     for entry in arms:
         if entry["name"] in final:
             entry["verdict"] = verdict_json(final[entry["name"]])
     names = {arm.name: arm for arm in plan.of_kind(CANDIDATE) if arm.seeds != 0}
-    results = {name: results_of(plan, arm, cells) for name, arm in names.items()}
+    results = {name: results_by_seed(plan, arm, cells) for name, arm in names.items()}
     candidates = [final[name] for name in names]
-    needed = {key: cells[key] for key in needed_cells(plan, cells, candidates)}
-    done = sum(cell.status.state in OVER for cell in needed.values())
+    needed = {key: cells[key] for key in required_cells(plan, cells, candidates)}
+    done = sum(cell.status.state in FINISHED_STATES for cell in needed.values())
     return {
-        "verdict": verdict_line(candidates),
-        "passed": all(final[arm.name].word is Word.PASS for arm in plan.of_kind(CANDIDATE)),
-        "decided": all(v.word is not Word.CANNOT_TELL for v in candidates),
-        "scope": scope(plan, arms, directory),
+        "verdict": study_verdict_line(candidates),
+        "passed": all(final[arm.name].word is VerdictKind.PASS for arm in plan.of_kind(CANDIDATE)),
+        "decided": all(v.word is not VerdictKind.CANNOT_TELL for v in candidates),
+        "scope": verdict_scope(plan, arms, directory),
         "complete": done == len(needed),
         "runs": {"done": done, "planned": len(needed), "missing": [
             {"arm": c.arm.name, "seed": c.seed, "state": c.status.state, "step": c.status.step}
-            for c in needed.values() if c.status.state not in OVER]},
-        "next": next_steps(plan, candidates, complete=done == len(needed)),
-        "notes": notes(plan, cells),
-        "sees": [line for v in candidates if (line := seen(plan, v))],
-        "between": between(list(names), {name: finite(found) for name, found in results.items()}, plan.margin.unit),
-        "ranking": ranking(results, of=len(plan.of_kind(CANDIDATE)), costs=costs(arms)),
+            for c in needed.values() if c.status.state not in FINISHED_STATES]},
+        "next": remaining_work(plan, candidates, complete=done == len(needed)),
+        "notes": study_notes(plan, cells),
+        "sees": [line for v in candidates if (line := control_arms.detectable_gap(plan, v))],
+        "between": control_arms.pairwise_comparison(
+            list(names), {name: control_arms.finished_seeds(gaps) for name, gaps in results.items()}, plan.margin.unit),
+        "ranking": control_arms.ranking(results, of=len(plan.of_kind(CANDIDATE)), costs=relative_step_times(arms)),
         "controls": {name: verdict_json(v) if isinstance(v, Verdict) else v for name, v in checks.items()},
         "arms": arms,
         "plan": plan.to_json(),
     }  # fmt: skip
 
 
-def needed_cells(plan: Plan, cells: Cells, found: Sequence[Verdict]) -> list[tuple[str, int]]:
-    """Every run of the plan; where all candidates have their word, those before the look that gave the last one."""
-    over = [look for look in plan.looks if all(cells[a.name, s].status.state in OVER for a, s in plan.jobs(look))]
-    early = over and all(v.word is not Word.CANNOT_TELL for v in found)
+def required_cells(plan: StudyPlan, cells: Cells, found: Sequence[Verdict]) -> list[tuple[str, int]]:
+    """Returns all runs of the plan, or if all candidates are decided those of the looks so far."""
+    ended = {key for key, cell in cells.items() if cell.status.state in FINISHED_STATES}
+    over = [look for look in plan.looks if all((arm.name, seed) in ended for arm, seed in plan.jobs(look))]
+    early = over and all(v.word is not VerdictKind.CANNOT_TELL for v in found)
     seeds = plan.seeds[: over[-1]] if early else plan.seeds
     return [key for key, cell in cells.items() if key[1] in seeds or cell.status.step]
 
 
-def notes(plan: Plan, cells: Cells) -> list[str]:
+def study_notes(plan: StudyPlan, cells: Cells) -> list[str]:
     """What a reader must know of how the runs came about."""
     found = []
     extra = len(plan.seeds) - plan.looks[-1]
@@ -91,40 +99,40 @@ def notes(plan: Plan, cells: Cells) -> list[str]:
     return found
 
 
-def results_of(plan: Plan, arm: Arm, cells: Cells) -> dict[int, float]:
-    """As `verdict.Results`: seed -> gap of the final validation loss where both arms are done, and the seeds in which
-    one of the two diverged."""
+def results_by_seed(plan: StudyPlan, arm: Arm, cells: Cells) -> dict[int, float]:
+    """Returns seed -> gap of the final validation loss, as `GapsByArmSeed`."""
     found = {}
     for seed in plan.seeds_of(arm):
         mine, base = cells[arm.name, seed], cells[plan.baseline.name, seed]
         if mine.final is not None and base.final is not None:
             found[seed] = plan.margin.measure(mine.final, base.final)
-        elif mine.status.state in OVER and base.status.state in OVER:
-            found[seed] = math.inf if base.status.state == DONE else math.nan
+        elif mine.status.state in FINISHED_STATES and base.status.state in FINISHED_STATES:
+            found[seed] = math.inf if base.status.state == RUN_DONE else math.nan
     return found
 
 
-def judge_arms(plan: Plan, cells: Cells) -> dict[str, Verdict]:
+def judge_arms(plan: StudyPlan, cells: Cells) -> dict[str, Verdict]:
     """The verdicts of candidates, which share the 5%, and of each control by itself."""
     groups = [plan.of_kind(CANDIDATE), *([arm] for arm in plan.arms if arm.kind not in (BASELINE, CANDIDATE))]
     found: dict[str, Verdict] = {}
     for group in groups:
-        results = {arm.name: results_of(plan, arm, cells) for arm in group}
-        found |= judge_study(results, plan.margin, seeds=plan.seeds, looks=plan.looks)
+        results = {arm.name: results_by_seed(plan, arm, cells) for arm in group}
+        found |= judge_all_arms(results, plan.margin, seeds=plan.seeds, looks=plan.looks)
     for arm in plan.of_kind(TWIN):
-        near = {displaced_name(arm.name): displaced(results_of(plan, arm, cells), plan.margin)}
-        found |= judge_study(near, plan.margin, seeds=plan.seeds, looks=plan.looks)
+        shifted = control_arms.shifted_twin(results_by_seed(plan, arm, cells), plan.margin)
+        near = {control_arms.shifted_twin_name(arm.name): shifted}
+        found |= judge_all_arms(near, plan.margin, seeds=plan.seeds, looks=plan.looks)
     return found
 
 
-def verdict_line(found: Sequence[Verdict]) -> str:
+def study_verdict_line(found: Sequence[Verdict]) -> str:
     """The one line; of many candidates it names who passed and who did not, and the table has the reasons."""
-    if len(found) <= MOST_SPELLED:
+    if len(found) <= MAX_LISTED_ARMS:
         return "VERDICT: " + "; ".join(verdict.line() for verdict in found)
-    by_word = {word: [v.arm for v in found if v.word is word] for word in Word}
-    waiting = [v.interval for v in found if v.word is Word.CANNOT_TELL and v.interval is not None]
+    by_word = {word: [v.arm for v in found if v.word is word] for word in VerdictKind}
+    waiting = [v.interval for v in found if v.word is VerdictKind.CANNOT_TELL and v.interval is not None]
     few = {interval.count for interval in waiting if interval.low is None}
-    why = f" ({', '.join(map(no_interval, sorted(few)))})" if few else ""
+    why = f" ({', '.join(map(no_interval_reason, sorted(few)))})" if few else ""
     return "VERDICT: " + "; ".join(f"{word.value} {', '.join(arms)}" for word, arms in by_word.items() if arms) + why
 
 
@@ -133,23 +141,23 @@ def verdict_json(found: Verdict) -> dict[str, Any]:
     return {"word": found.word.value, "reason": found.reason, "interval": interval, "p": found.p, "seeds": found.seeds}
 
 
-def next_steps(plan: Plan, found: Sequence[Verdict], *, complete: bool) -> list[str]:
+def remaining_work(plan: StudyPlan, found: Sequence[Verdict], *, complete: bool) -> list[str]:
     """What the plan has still to come: seeds beyond it would change what 5% means."""
-    waiting = [v for v in found if v.word is Word.CANNOT_TELL]
+    waiting = [v for v in found if v.word is VerdictKind.CANNOT_TELL]
     if waiting and not complete:
         looks = sorted({v.seeds for v in waiting if v.seeds})
         later = f"; the next look is after {looks[0]} seeds" if looks else ""
         return [f"some runs are not there: the same command goes on{later}"]
     names = ", ".join(v.arm for v in waiting)
-    if waiting and len(plan.seeds) < FEWEST_SEEDS:
-        return [f"{names}: the same command with --seeds {FEWEST_SEEDS}, the fewest that have an interval"]
+    if waiting and len(plan.seeds) < MIN_SEEDS:
+        return [f"{names}: the same command with --seeds {MIN_SEEDS}, the fewest that have an interval"]
     return [f"{names}: the plan is at its end, and CANNOT TELL is this study's answer"] if waiting else []
 
 
-def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str:
+def verdict_scope(plan: StudyPlan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str:
     """What the verdict is about, and what not."""
-    size = body_size(plan.base.model)
-    tokens = total_tokens(plan, directory)
+    size = non_embedding_params(plan.base.model)
+    tokens = tokens_per_run(plan, directory)
     runs = sorted({word for arm in arms for word in arm["execution"]})
     how = {
         "native": "low precision on units of its own",
@@ -165,39 +173,36 @@ def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str
     )
 
 
-def body_size(model: models.LlamaConfig) -> int:
+def non_embedding_params(model: models.LlamaConfig) -> int:
     """Parameters without embeddings and head: those that tokens a parameter are counted by, here and in the grid."""
     return models.count_params(model) - _embeddings(model)
 
 
 def size_text(model: models.LlamaConfig) -> str:
     """The size as a scope has it; with experts, also how much of it a token passes."""
-    active = f" ({models.count_active(model) - _embeddings(model):,} a token)" if model.experts else ""
-    return f"{body_size(model):,} parameters without embeddings{active}"
+    active = f" ({models.count_active_params(model) - _embeddings(model):,} a token)" if model.experts else ""
+    return f"{non_embedding_params(model):,} parameters without embeddings{active}"
 
 
 def _embeddings(model: models.LlamaConfig) -> int:
     return (1 if model.tied else 2) * model.vocab_size * model.embed
 
 
-def total_tokens(plan: Plan, directory: Path) -> int:
+def tokens_per_run(plan: StudyPlan, directory: Path) -> int:
     """Tokens of a whole run, from any that took a step."""
     for arm, seed in plan.jobs():
-        folder = run_directory(directory, arm, seed)
-        if (folder / "metrics.jsonl").is_file() and status_of(folder, plan.base.steps).step:
-            curve = read_curve(folder, "")
+        folder = study_runs.cell_directory(directory, arm, seed)
+        if (folder / "metrics.jsonl").is_file() and study_runs.run_status(folder, plan.base.steps).step:
+            curve = loss_curves.read_curve(folder, "")
             return int(curve.tokens[-1] / curve.steps[-1] * plan.base.steps)
     return plan.base.batch * plan.base.seq * plan.base.steps
 
 
-# One arm
-
-
-def describe_arm(plan: Plan, arm: Arm, cells: Cells) -> dict[str, Any]:
+def describe_arm(plan: StudyPlan, arm: Arm, cells: Cells) -> dict[str, Any]:
     """Everything about one arm."""
     mine = [cells[arm.name, seed] for seed in plan.seeds_of(arm)]
     base = [cells[plan.baseline.name, seed] for seed in plan.seeds_of(arm)]
-    gaps = finite(results_of(plan, arm, cells)) if arm.kind != BASELINE else {}
+    gaps = control_arms.finished_seeds(results_by_seed(plan, arm, cells)) if arm.kind != BASELINE else {}
     finals = {cell.seed: cell.final for cell in mine if cell.final is not None}
     return {
         "name": arm.name,
@@ -209,30 +214,30 @@ def describe_arm(plan: Plan, arm: Arm, cells: Cells) -> dict[str, Any]:
         "final": {str(seed): value for seed, value in finals.items()},
         "gaps": {str(seed): value for seed, value in gaps.items()},
         "interval": interval_json(list(gaps.values())),
-        "within_run": within_run(mine, base) if 0 < len(gaps) < 3 else None,
-        "by_source": by_source(plan, mine, base) if arm.kind != BASELINE else {},
+        "within_run": within_run_interval(mine, base) if 0 < len(gaps) < 3 else None,
+        "by_source": gaps_by_source(plan, mine, base) if arm.kind != BASELINE else {},
         "token_overhead": token_overhead(mine, base) if arm.kind != BASELINE else None,
         "gap_curve": gap_curve(plan, mine, base) if arm.kind != BASELINE else None,
-        "curves": [drawn(cell) for cell in mine if cell.curve is not None],
+        "curves": [thin_curve(cell) for cell in mine if cell.curve is not None],
         "spikes": {str(cell.seed): spikes(cell.curve) for cell in mine if cell.curve is not None},
-        "cost": cost(mine),
-        "execution": execution(mine),
-        "radar": [probe for cell in mine for probe in radar_of(cell.folder, cell.seed)],
+        "cost": arm_cost(mine),
+        "execution": gemm_execution(mine),
+        "radar": [probe for cell in mine for probe in study_runs.read_radar_probes(cell.folder, cell.seed)],
     }
 
 
 def interval_json(values: Sequence[float]) -> dict[str, Any] | None:
-    return asdict(over_seeds(values)) if values else None
+    return asdict(paired_t_interval(values)) if values else None
 
 
-def within_run(mine: Sequence[Cell], base: Sequence[Cell]) -> list[dict[str, Any]]:
+def within_run_interval(mine: Sequence[StudyCell], base: Sequence[StudyCell]) -> list[dict[str, Any]]:
     """With too few seeds: the gap of each run's last steps with a moving-block bootstrap, labelled as what it is."""
     found = []
     for a, b in zip(mine, base, strict=True):
         if a.curve is None or b.curve is None:
             continue
-        apart = differences(a.curve, b.curve)
-        tail = apart[-default_last(len(apart)) :]
+        _, ours, theirs, _ = loss_curves.align_curves(a.curve, b.curve)
+        tail = (ours - theirs)[-loss_curves.default_tail(len(ours)) :]
         bounds = moving_block_bootstrap(tail)
         if bounds is not None:
             label = "moving-block bootstrap within this run's last steps; nothing about another seed"
@@ -240,7 +245,7 @@ def within_run(mine: Sequence[Cell], base: Sequence[Cell]) -> list[dict[str, Any
     return found
 
 
-def by_source(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]:
+def gaps_by_source(plan: StudyPlan, mine: Sequence[StudyCell], base: Sequence[StudyCell]) -> dict[str, Any]:
     """Source -> gap of its validation loss over seeds, in the margin's unit."""
     values: dict[str, list[float]] = {}
     for a, b in zip(mine, base, strict=True):
@@ -253,10 +258,10 @@ def by_source(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[st
     return {name: interval_json(list(filter(math.isfinite, found))) for name, found in sorted(values.items())}
 
 
-def token_overhead(mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any] | None:
-    """How many more tokens than the baseline the candidate needs for the same validation loss, in percent: from where
-    the curve of the one that ends lower passes the other's final loss; negative where that is the candidate's. Under a
-    decaying learning rate curves fall steeply at the end, so this is a lower bound of what a longer run would show.
+def token_overhead(mine: Sequence[StudyCell], base: Sequence[StudyCell]) -> dict[str, Any] | None:
+    """Returns the tokens a candidate needs beyond the baseline's for the same validation loss, in percent (negative:
+    fewer), from where the lower curve passes the other's final loss. A lower bound: a decaying learning rate makes
+    curves steep at the end.
 
     Beside the interval: `seeds`, all of them, of which it has `count`; and `above`, those that end above the baseline's
     whole curve, which have no overhead to give. None if no seed has either.
@@ -281,10 +286,10 @@ def token_overhead(mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]
     return {**interval, "seeds": len(mine), "above": above}
 
 
-def gap_curve(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any] | None:
-    """The gap at every validation against tokens a parameter, and a + b log(tokens a parameter) fitted seed by seed:
-    the band is Student's over the seeds' lines, because points of one run are no replicates."""
-    size = body_size(plan.base.model)
+def gap_curve(plan: StudyPlan, mine: Sequence[StudyCell], base: Sequence[StudyCell]) -> dict[str, Any] | None:
+    """Returns the gap at every validation and its fit a + b log(tokens per parameter), seed by seed. The band is over
+    the seeds' lines, because points of one run are no replicates."""
+    size = non_embedding_params(plan.base.model)
     points, lines = [], []
     for a, b in zip(mine, base, strict=True):
         if a.curve is None or b.curve is None:
@@ -306,12 +311,12 @@ def gap_curve(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[st
 def _band(lines: Sequence[Any]) -> dict[str, Any] | None:
     if not lines:
         return None
-    x = np.geomspace(max(first for _, first, _ in lines), min(last for _, _, last in lines), GRID)
+    x = np.geomspace(max(first for _, first, _ in lines), min(last for _, _, last in lines), CURVE_POINTS)
     y = np.stack([np.polyval(line, np.log(x)) for line, _, _ in lines])
-    slopes = over_seeds([line[0] for line, _, _ in lines])
+    slopes = paired_t_interval([line[0] for line, _, _ in lines])
     half = None
     if len(lines) > 2:
-        half = t_quantile(0.95, len(lines) - 1) * y.std(axis=0, ddof=1) / math.sqrt(len(lines))
+        half = student_t_quantile(0.95, len(lines) - 1) * y.std(axis=0, ddof=1) / math.sqrt(len(lines))
     mean = y.mean(axis=0)
     return {
         "form": "a + b ln(tokens a parameter), fitted seed by seed to the last two thirds",
@@ -323,13 +328,13 @@ def _band(lines: Sequence[Any]) -> dict[str, Any] | None:
     }
 
 
-def drawn(cell: Cell) -> dict[str, Any]:
+def thin_curve(cell: StudyCell) -> dict[str, Any]:
     """A curve as it is drawn: smoothed and thinned."""
     assert cell.curve is not None
     curve = cell.curve
     width = max(1, len(curve.rows) // 50)
-    places = np.unique(np.linspace(0, len(curve.rows) - 1, min(DRAWN, len(curve.rows))).astype(int))
-    smoothed = smooth(curve.loss, width)
+    places = np.unique(np.linspace(0, len(curve.rows) - 1, min(MAX_PLOT_POINTS, len(curve.rows))).astype(int))
+    smoothed = loss_curves.smooth(curve.loss, width)
     tokens, validation = curve.validation()
     return {
         "seed": cell.seed,
@@ -339,30 +344,30 @@ def drawn(cell: Cell) -> dict[str, Any]:
     }
 
 
-def spikes(curve: Curve, *, width: int = 25, factor: float = 8.0) -> int:
+def spikes(curve: loss_curves.MetricCurve, *, width: int = 25, factor: float = 8.0) -> int:
     """Steps whose loss stands more than `factor` median deviations above the curve around them."""
     loss = curve.loss[np.isfinite(curve.loss)]
     if len(loss) < 2 * width:
         return 0
-    apart = loss - smooth(loss, width)
-    spread = median(np.abs(apart - median(apart)))
+    apart = loss - loss_curves.smooth(loss, width)
+    spread = loss_curves.median(np.abs(apart - loss_curves.median(apart)))
     high = apart > factor * max(spread, 1e-12)
     return int(np.sum(high[1:] & ~high[:-1]) + high[0])
 
 
-def cost(cells: Sequence[Cell]) -> dict[str, Any] | None:
+def arm_cost(cells: Sequence[StudyCell]) -> dict[str, Any] | None:
     """Median speed over the runs of an arm, and each seed's own step time."""
-    found = {c.seed: speed_of(c.curve) for c in cells if c.curve is not None and len(c.curve.rows) > 2}
+    found = {c.seed: loss_curves.curve_speed(c.curve) for c in cells if c.curve is not None and len(c.curve.rows) > 2}
     if not found:
         return None
     return {
-        "step_time_s": median([speed.step_time_s for speed in found.values()]),
-        "tokens_per_s_per_device": median([speed.tokens_per_s_per_device for speed in found.values()]),
+        "step_time_s": loss_curves.median([speed.step_time_s for speed in found.values()]),
+        "tokens_per_s_per_device": loss_curves.median([speed.tokens_per_s_per_device for speed in found.values()]),
         "step_time_by_seed": {str(seed): speed.step_time_s for seed, speed in found.items()},
     }
 
 
-def costs(arms: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def relative_step_times(arms: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Arm -> its step time over the baseline's, mean of the seeds that both have."""
     base = next((arm["cost"] or {} for arm in arms if arm["kind"] == BASELINE), {}).get("step_time_by_seed", {})
     found = {}
@@ -374,12 +379,10 @@ def costs(arms: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def execution(cells: Sequence[Cell]) -> list[str]:
+def gemm_execution(cells: Sequence[StudyCell]) -> list[str]:
     """native, emulated or plain: how the arm's quantized GEMMs ran."""
-    manifest = next((found for cell in cells if (found := manifest_of(cell.folder))), None)
-    if manifest is None:
-        return []
-    return executions(manifest)
+    manifest = next((found for cell in cells if (found := study_runs.read_precision_manifest(cell.folder))), None)
+    return [] if manifest is None else study_runs.gemm_executions(manifest)
 
 
 def interval_text(found: Mapping[str, Any] | None, unit: str) -> str:

@@ -1,34 +1,117 @@
-"""The decision: switch, do not switch, or cannot tell and what it would take.
+"""Records of the playbook's stages, and the decision computed from them.
 
-    SWITCH          a candidate's interval over seeds is inside the margin, or wholly below it, without a radar alarm
-    DO NOT SWITCH   every candidate is wholly above the margin or has a radar alarm; or those that pass are no faster
-    CANNOT TELL     everything else: too few seeds, intervals across the margin, a self-test that failed
+OUT/records/NN-STAGE.json, one file per stage, written atomically:
+
+    {"stage": "bench", "command": "halfbyte bench ...", "seconds": 41.2, "data": {...}}     the result of its --json
+    {"stage": "eval", "command": "halfbyte eval", "seconds": 0.0, "missing": "why"}
+    {"stage": "parity", "seconds": 309.2}                                                   interrupted: it is run again
 
 The error rate is that of `parity`: a candidate at the margin passes in at most 5% of studies, however many there are.
-The radar compares numbers on the same operands. It has no error rate, and one alarm is enough.
+The radar compares values on the same operands. It has no error rate, and one alarm is enough.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from halfbyte.parity.analysis import body_size
-from halfbyte.parity.arms import CANDIDATE
-from halfbyte.parity.margin import parse_margin
-from halfbyte.parity.plan import plan_from_json
-from halfbyte.parity.statistics import ALPHA, FEWEST_SEEDS, Interval, over_seeds, seeds_needed
-from halfbyte.parity.verdict import where_text
+from halfbyte.checkpoint import LOCK_FILE
+from halfbyte.io import atomic_write, read_json
+from halfbyte.study.analysis import non_embedding_params
+from halfbyte.study.arms import CANDIDATE
+from halfbyte.study.equivalence_test import (
+    MIN_SEEDS,
+    SIGNIFICANCE_LEVEL,
+    ConfidenceInterval,
+    paired_t_interval,
+    parse_margin,
+    seeds_needed,
+    where_text,
+)
+from halfbyte.study.study_plan import plan_from_json
+from halfbyte.train import replace_nonfinite
 
-from .records import Records
+SETTINGS, ABLATION = "settings", "ablation"  # the latter: a stage of earlier versions
+FILES = (
+    SETTINGS, "doctor", "preflight", "trace", "inspect", "bench", "plan", "parity", "eval", "compare", ABLATION,
+    "cluster",
+)  # fmt: skip
+STAGES = tuple(name for name in FILES if name not in (SETTINGS, ABLATION))
+
+
+MIN_TOKENS = 5.0  # per parameter; below, gaps of real runs have hardly begun to show (docs/parity.md)
+MAX_DATA_WAIT_FRACTION = 0.1  # of a step, waiting for data: above, a step time is not the recipe's
+LOSS_RATE = (
+    "One that really is within the margin would get this answer in at most "
+    f"{100 * SIGNIFICANCE_LEVEL:g}% of such studies."
+)
+RADAR_RATE = "The radar compares with what the recipe gives on the same operands: an alarm is no matter of chance."
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StageRecords:
+    """The records under `directory`."""
+
+    directory: Path
+
+    def _path(self, stage: str) -> Path:
+        return self.directory / f"{FILES.index(stage):02d}-{stage}.json"
+
+    def get(self, stage: str) -> dict[str, Any]:
+        """Returns the record of a stage, an empty one if there is none."""
+        path = self._path(stage)
+        record = read_json(path) if path.is_file() else {"stage": stage}
+        if not isinstance(record, dict) or record.get("stage") != stage:
+            raise ValueError(f"{path} is not a record of stage {stage!r}. Remove it to run the stage again")
+        return record
+
+    def data(self, stage: str) -> dict[str, Any]:
+        """Returns the result of a stage, an empty one if it has none."""
+        return self.get(stage).get("data", {})
+
+    def is_over(self, stage: str, budget: float) -> bool:
+        """Returns True if the stage has a record and no smaller `budget` ended it. Earlier versions did not write which
+        one: their studies that are not complete, or had no time, go on with any."""
+        record, data = self.get(stage), self.data(stage)
+        ended_by = record.get("ended_by", 0.0 if data.get("complete") is False or data.get("seeds") == 0 else None)
+        return bool({"data", "missing"} & record.keys()) and (ended_by is None or budget <= ended_by)
+
+    def seconds(self, *stages: str) -> float:
+        """Returns the seconds of these stages, by default of all, in all starts but those that kill -9 ended."""
+        return sum(self.get(stage).get("seconds", 0.0) for stage in stages or STAGES)
+
+    def put(self, stage: str, **record: Any) -> None:
+        """Write the record of a stage. Those of later stages, which rest on it, are dropped first."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for later in STAGES if stage in STAGES else ():
+            if FILES.index(later) > FILES.index(stage):
+                self._path(later).unlink(missing_ok=True)
+        atomic_write(
+            self._path(stage), json.dumps(replace_nonfinite({"stage": stage, **record}), indent=1, default=str) + "\n"
+        )
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write the settings. Raises ValueError if the directory holds something else or was begun with others."""
+        stored, values, out = self.data(SETTINGS), json.loads(json.dumps(settings)), self.directory.parent
+        for name in values if stored else ():
+            if stored.get(name) != values[name]:
+                raise ValueError(
+                    f"{out} was begun with {name} {stored.get(name)!r}, got {values[name]!r}; go on with what it was "
+                    "begun with, or give another --out"
+                )
+        if not stored:
+            folders = [folder for folder in (out, self.directory) if folder.is_dir()]
+            names = {path.name for folder in folders for path in folder.iterdir() if path.suffix != ".tmp"}
+            if others := names - {LOCK_FILE, self.directory.name}:  # stages replace files and folders of `out` by name
+                raise ValueError(f"{out} is not empty ({min(others)}) and holds no playbook; give another --out")
+            self.put(SETTINGS, data=values)
+
 
 SWITCH, DO_NOT, CANNOT_TELL = "SWITCH", "DO NOT SWITCH", "CANNOT TELL"
 PASS, FAIL, BETTER = "PASS", "FAIL", "BETTER"
-MIN_TOKENS = 5.0  # per parameter; below, gaps of real runs have hardly begun to show (docs/parity.md)
-STALLED = 0.1  # of a step, waiting for data: above, a step time is not the recipe's
-LOSS_RATE = f"One that really is within the margin would get this answer in at most {100 * ALPHA:g}% of such studies."
-RADAR_RATE = "The radar compares with what the recipe gives on the same operands: an alarm is no matter of chance."
-Data = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,25 +127,25 @@ class Decision:
     small: bool = False
 
 
-def decide(records: Records) -> Decision:
+def make_decision(records: StageRecords) -> Decision:
     """Returns the decision that the records support."""
-    study, (speed, ratios) = records.data("parity"), speed_of(records)
+    study, (speed, ratios) = records.data("parity"), speed_statement(records)
     if failed := [check["name"] for check in records.data("doctor").get("checks", ()) if not check["passed"]]:
         why = f"a quantizer does not give its stored bits on this machine ({', '.join(failed)})"
         takes = "a machine on which `halfbyte doctor` passes"
         return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {why}, so nothing computed here counts.", (), speed, takes)
     if not study:
-        why, takes = records.get("parity").get("missing", "the parity study is not over"), needed(records, ())
+        why, takes = records.get("parity").get("missing", "the parity study is not over"), required_seeds(records, ())
         return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {why}. It would take {takes}.", (), speed, takes)
     arms = {arm["name"]: arm for arm in study["arms"] if arm["kind"] == CANDIDATE}
-    base, words = study["arms"][0]["name"], {name: word_of(study, arm) for name, arm in arms.items()}
+    base, words = study["arms"][0]["name"], {name: verdict_of(study, arm) for name, arm in arms.items()}
     because = tuple(line for arm in arms.values() for line in reasons(arm))
     verdicts = "; ".join(f"{name}: {why_of(arm)}" for name, arm in arms.items())
     good = [name for name, word in words.items() if word in (PASS, BETTER)]
     slow = {name: ratios[name] for name in good if words[name] == PASS and ratios.get(name, math.inf) <= 1}
     no_faster = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in slow.items())
     if fast := [arms[name] for name in good if name not in slow]:
-        sentence, small = switch(study, fast, base)
+        sentence, small = switch_sentence(study, fast, base)
         sentence += f" As good, and no faster here: {no_faster}." if slow else ""
         return Decision(SWITCH, sentence, because, speed, small=small)
     if slow:
@@ -72,13 +155,13 @@ def decide(records: Records) -> Decision:
         rates = [RADAR_RATE if alarms(arm) else LOSS_RATE for arm in arms.values()]
         sentence = f"{DO_NOT}, stay with {base}. {verdicts}. {' '.join(sorted(set(rates)))}"
         return Decision(DO_NOT, sentence, because, speed)
-    takes = needed(records, [arms[name] for name, word in words.items() if word == CANNOT_TELL])
+    takes = required_seeds(records, [arms[name] for name, word in words.items() if word == CANNOT_TELL])
     cut = "" if study["complete"] else "The time was over after {done} of {planned} runs of the study. "
     sentence = f"{CANNOT_TELL}, stay with {base} until then. {cut.format(**study['runs'])}{verdicts}."
     return Decision(CANNOT_TELL, f"{sentence} It would take {takes}.", because, speed, takes)
 
 
-def word_of(study: Data, arm: Data) -> str:
+def verdict_of(study: Data, arm: Data) -> str:
     """Returns the word of a candidate, FAIL if the radar has an alarm. A loss lower than the baseline's by more than
     the margin, which fails a test of equality, is BETTER in a study that saw the broken recipe fail, else CANNOT
     TELL."""
@@ -91,9 +174,9 @@ def word_of(study: Data, arm: Data) -> str:
     return BETTER if high is not None and high < -margin and study["controls"]["sensitive"] else CANNOT_TELL
 
 
-def shared_interval(study: Data, arm: Data) -> Interval:
+def shared_interval(study: Data, arm: Data) -> ConfidenceInterval:
     """Returns the interval of the gaps, at the level that the first of all candidates to pass needs."""
-    return over_seeds(list(arm["gaps"].values()), 1 - 2 * ALPHA / study["plan"]["candidates"])
+    return paired_t_interval(list(arm["gaps"].values()), 1 - 2 * SIGNIFICANCE_LEVEL / study["plan"]["candidates"])
 
 
 def alarms(arm: Data) -> list[str]:
@@ -110,8 +193,8 @@ def why_of(arm: Data) -> str:
 def error_rate(study: Data) -> str:
     margin, many, seeds = (study["plan"][name] for name in ("margin", "candidates", "seeds"))
     return (
-        f"A recipe that really is {margin} off would get this answer in at most {100 * ALPHA:g}% of such studies "
-        f"({many} candidate{'s' * (many > 1)}, {len(seeds)} seeds)."
+        f"A recipe that really is {margin} off would get this answer in at most {100 * SIGNIFICANCE_LEVEL:g}% of "
+        f"such studies ({many} candidate{'s' * (many > 1)}, {len(seeds)} seeds)."
     )
 
 
@@ -128,11 +211,11 @@ def reasons(arm: Data) -> list[str]:
     return [first, f"{name}: {radar}"]
 
 
-def switch(study: Data, good: Sequence[Data], base: str) -> tuple[str, bool]:
+def switch_sentence(study: Data, good: Sequence[Data], base: str) -> tuple[str, bool]:
     """Returns the sentence about the best candidate, and True if the runs are too short to speak for a real one, which
     the sentence then says first."""
     best, margin = min(good, key=lambda arm: arm["verdict"]["interval"]["high"]), parse_margin(study["plan"]["margin"])
-    parameters = body_size(plan_from_json(study["plan"], "the study's plan").base.model)
+    parameters = non_embedding_params(plan_from_json(study["plan"], "the study's plan").base.model)
     tokens = study["arms"][0]["curves"][0]["tokens"][-1] / parameters
     size = f"{parameters / 1e6:,.1f}M parameters (without embeddings) and {tokens:.2g} tokens a parameter"
     small = tokens < MIN_TOKENS
@@ -146,13 +229,13 @@ def switch(study: Data, good: Sequence[Data], base: str) -> tuple[str, bool]:
     return f"{SWITCH} to {best['name']}{first}: {where}.{chosen} {error_rate(study)}{holds}", small
 
 
-def speed_of(records: Records) -> tuple[str, dict[str, float]]:
+def speed_statement(records: StageRecords) -> tuple[str, dict[str, float]]:
     """Returns a sentence on the measured speed, and arm -> tokens per second over the baseline's, empty where that is
     not the recipe's."""
     speeds = {run["arm"]: run["speed"] for run in records.data("compare").get("runs", ())}
     waits = {name: speed["input_wait"] or 0.0 for name, speed in speeds.items()}
     worst = max(waits, key=lambda name: waits[name], default="")
-    if waits.get(worst, 0.0) > STALLED:
+    if waits.get(worst, 0.0) > MAX_DATA_WAIT_FRACTION:
         return (
             f"The speed of these runs is not the recipe's: of a step of {worst} {waits[worst]:.0%} was spent waiting "
             "for data. Mend the input pipeline first; the bench's figures, on synthetic tokens, do not have that wait."
@@ -173,20 +256,20 @@ def speed_of(records: Records) -> tuple[str, dict[str, float]]:
     return f"Tokens a second over the baseline's, measured alone on this device: {texts}.", ratios
 
 
-def needed(records: Records, candidates: Sequence[Data]) -> str:
+def required_seeds(records: StageRecords, candidates: Sequence[Data]) -> str:
     """Returns the seeds that would probably decide, and the budget that they need here."""
     plan, study = records.data("plan"), records.data("parity")
     if not plan:
         return "a study: the same command goes on"
-    steps, count, slower = plan["steps"] or plan["fewest_steps"], max(FEWEST_SEEDS, plan["seeds"]), 1.0
+    steps, count, slower = plan["steps"] or plan["fewest_steps"], max(MIN_SEEDS, plan["seeds"]), 1.0
     if study:  # it may have been slower than planned
         runs, seconds = study["runs"], records.seconds("parity")
         slower = max(1.0, seconds * runs["planned"] / max(1, runs["done"]) / plan["seconds"])
     for arm in candidates if study and study["complete"] else ():
         if arm["interval"] is None or arm["interval"]["low"] is None:
             continue
-        margin, alpha = parse_margin(study["plan"]["margin"]).value, ALPHA / study["plan"]["candidates"]
-        seeds = seeds_needed(Interval(**arm["interval"]), margin, alpha=alpha)
+        margin, alpha = parse_margin(study["plan"]["margin"]).value, SIGNIFICANCE_LEVEL / study["plan"]["candidates"]
+        seeds = seeds_needed(ConfidenceInterval(**arm["interval"]), margin, alpha=alpha)
         if seeds is None:
             what = "longer runs, or a margin that says what a gap costs"
             return f"more than 64 seeds for {arm['name']}, whose gap is about the margin itself: {what}"

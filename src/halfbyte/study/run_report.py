@@ -1,4 +1,4 @@
-"""The page that one run leaves behind: the same page as a parity's, with what one run can say."""
+"""Report of one run: an HTML page with the sections of a study's report that one run has."""
 
 import json
 import math
@@ -6,34 +6,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfbyte import report as page
-from halfbyte.evaluation.curves import Curve, default_last, end_of, read_curve, smooth, speed_of
-from halfbyte.inputs import read_json, replace_file
-from halfbyte.report import Axes, Series
-from halfbyte.train import TrainConfig, jsonconfig
-from halfbyte.train.identity import load_identity
-from halfbyte.train.reading import open_directory
+from halfbyte import io
+from halfbyte.evaluation.loss_curves import MetricCurve, curve_speed, default_tail, final_loss, read_curve, smooth
+from halfbyte.io import Axes, LineSeries, atomic_write, dataclass_json, read_json
+from halfbyte.study.analysis import MAX_PLOT_POINTS, non_embedding_params, size_text, spikes
+from halfbyte.study.study_runs import gemm_executions, manifest_rows, radar_section, read_radar_probes, run_environment
+from halfbyte.train import TrainConfig
+from halfbyte.train.run_directory import open_run_directory
+from halfbyte.train.run_identity import load_identity
 
-from .analysis import DRAWN, body_size, size_text, spikes
-from .cells import executions
-from .facts import environment, manifest_rows
-from .radar_view import radar_of, radar_section
-
-FILE = "report.html"
-CAVEAT = (
+RUN_REPORT_FILE = "report.html"
+SINGLE_RUN_CAVEAT = (
     "One run: it says what this run did, and not whether another recipe would have done better; halfbyte parity does."
 )
 
 
-def write_run_page(directory: Path, *, sample: tuple[str, str] | None = None) -> Path:
+def write_run_report(directory: Path, *, sample: tuple[str, str] | None = None) -> Path:
     """report.html of a run directory; `sample` is a prompt and what the model wrote after it."""
-    config = open_directory(directory).config
+    config = open_run_directory(directory).config
     manifest = read_json(directory / "manifest.json")
     curve = read_curve(directory, config.recipe)
     title = f"{config.name}: {config.model.name}, {config.recipe}, seed {config.seed}"
-    path = directory / FILE
-    parts = sections(directory, config, manifest, curve, sample)
-    replace_file(path, page.html_page(title, parts))
+    path = directory / RUN_REPORT_FILE
+    parts = run_sections(directory, config, manifest, curve, sample)
+    atomic_write(path, io.html_page(title, parts))
     return path
 
 
@@ -41,17 +37,21 @@ def sample_section(sample: tuple[str, str] | None) -> str:
     """What the model wrote, its prompt apart."""
     if sample is None:
         return ""
-    prompt, written = map(page.text, sample)
-    return page.section("Sample", f'<p class="soft">after {prompt}</p>', f'<p class="sample">{written}</p>')
+    prompt, written = map(io.escape_html, sample)
+    return io.section("Sample", f'<p class="soft">after {prompt}</p>', f'<p class="sample">{written}</p>')
 
 
-def sections(
-    directory: Path, config: TrainConfig, manifest: Mapping[str, Any], curve: Curve, sample: tuple[str, str] | None
+def run_sections(
+    directory: Path,
+    config: TrainConfig,
+    manifest: Mapping[str, Any],
+    curve: MetricCurve,
+    sample: tuple[str, str] | None,
 ) -> list[str]:
-    size = body_size(config.model)
+    size = non_embedding_params(config.model)
     tokens = int(curve.tokens[-1])
-    loss, _ = end_of(curve)
-    last = default_last(len(curve.rows))
+    loss, _ = final_loss(curve)
+    last = default_tail(len(curve.rows))
     _, validation = curve.validation()
     held_out = f", validation {validation[-1]:.4f}" if len(validation) else ""
     step = int(curve.steps[-1])
@@ -59,65 +59,65 @@ def sections(
     mean = f"mean of the last {last} steps" if last > 1 else "of its last step"
     head = f"training loss {loss:.4f} nats a token ({mean}){held_out} after {done}"
     read = f"{tokens:,} tokens ({tokens / size:.2f} a parameter), data {config.data}"
-    scope = f"{size_text(config.model)}, {read}. {CAVEAT}"
+    scope = f"{size_text(config.model)}, {read}. {SINGLE_RUN_CAVEAT}"
     content = load_identity(directory)
-    facts = {"run": str(directory), **environment(config, content, str(manifest.get("device", "")))}
+    facts = {"run": str(directory), **run_environment(config, content, str(manifest.get("device", "")))}
     return [
-        page.verdict(head, page.paragraph(scope, soft=True)),
-        page.figures("Curves", figures(curve)),
-        page.section("By source of text", source_table(curve)),
+        io.verdict_box(head, io.paragraph(scope, soft=True)),
+        io.figure_row("Curves", run_figures(curve)),
+        io.section("By source of text", run_source_table(curve)),
         sample_section(sample),
-        radar_section([{"name": config.recipe, "radar": radar_of(directory, config.seed)[:1]}]),
-        page.section("Cost", cost_table(curve, dict(manifest))),
-        page.section("Precision", precision(dict(manifest), config.recipe)),
-        page.section("Provenance", page.table(("", ""), facts.items())),
-        page.details("config.json", json.dumps(jsonconfig.to_dict(config), indent=1)),
+        radar_section([{"name": config.recipe, "radar": read_radar_probes(directory, config.seed)[:1]}]),
+        io.section("Cost", run_cost_table(curve, dict(manifest))),
+        io.section("Precision", precision_section(dict(manifest), config.recipe)),
+        io.section("Provenance", io.html_table(("", ""), facts.items())),
+        io.collapsible("config.json", json.dumps(dataclass_json.to_dict(config), indent=1)),
     ]
 
 
-def figures(curve: Curve) -> list[str]:
+def run_figures(curve: MetricCurve) -> list[str]:
     """Loss, gradient norm and learning rate; the load of experts."""
     width = max(1, len(curve.rows) // 50)
-    every = max(1, len(curve.rows) // DRAWN)
+    every = max(1, len(curve.rows) // MAX_PLOT_POINTS)
     x = curve.tokens[::every].tolist()
     tokens, validation = curve.validation()
-    drawn = [Series("training, smoothed", x, _points(smooth(curve.loss, width)[::every]), 0)]
+    drawn = [LineSeries("training, smoothed", x, _points(smooth(curve.loss, width)[::every]), 0)]
     if len(validation):
-        drawn.append(Series("validation", tokens.tolist(), _points(validation), 1, dots=True))
-    found = [page.figure("Loss, nats a token", page.line_chart(drawn, Axes("tokens"), label="loss"))]
+        drawn.append(LineSeries("validation", tokens.tolist(), _points(validation), 1, dots=True))
+    found = [io.figure("Loss, nats a token", io.line_chart(drawn, Axes("tokens"), label="loss"))]
     for field, name in (("grad_norm", "Gradient norm"), ("learning_rate", "Learning rate")):
         values = curve.column(field)[::every]
-        chart = page.line_chart([Series(name, x, _points(values), 2)], Axes("tokens", height=200), label=name)
-        found.append(page.figure(name, chart))
+        chart = io.line_chart([LineSeries(name, x, _points(values), 2)], Axes("tokens", height=200), label=name)
+        found.append(io.figure(name, chart))
     return found + load_figure(curve, x, every)
 
 
-def load_figure(curve: Curve, x: list[float], every: int) -> list[str]:
+def load_figure(curve: MetricCurve, x: list[float], every: int) -> list[str]:
     """The load of the fullest and of the emptiest expert, of a model that has experts."""
     if not any("fullest_expert" in row for row in curve.rows):
         return []
     fields = (("fullest_expert", "fullest of any layer"), ("emptiest_expert", "emptiest"))
-    drawn = [Series(name, x, _points(curve.column(field)[::every]), n) for n, (field, name) in enumerate(fields)]
-    chart = page.line_chart(drawn, Axes("tokens", height=200), label="load of experts")
-    return [page.figure("Load of experts, in units of the mean", chart)]
+    drawn = [LineSeries(name, x, _points(curve.column(field)[::every]), n) for n, (field, name) in enumerate(fields)]
+    chart = io.line_chart(drawn, Axes("tokens", height=200), label="load of experts")
+    return [io.figure("Load of experts, in units of the mean", chart)]
 
 
 def _points(values: Any) -> list[float | None]:
     return [float(v) if math.isfinite(v) else None for v in values]
 
 
-def source_table(curve: Curve) -> str:
+def run_source_table(curve: MetricCurve) -> str:
     last: Mapping[str, float] = next((row for row in reversed(curve.rows) if "validation_loss" in row), {})
     rows = [
         (name.partition("/")[2], f"{value:.4f}") for name, value in last.items() if name.startswith("validation_loss/")
     ]
-    return page.table(("source", "validation loss"), rows)
+    return io.html_table(("source", "validation loss"), rows)
 
 
-def cost_table(curve: Curve, manifest: dict[str, Any]) -> str:
-    speed = speed_of(curve)
+def run_cost_table(curve: MetricCurve, manifest: dict[str, Any]) -> str:
+    speed = curve_speed(curve)
     row = (
-        ", ".join(executions(manifest)),
+        ", ".join(gemm_executions(manifest)),
         f"{1000 * speed.step_time_s:.0f} ms",
         f"{speed.tokens_per_s_per_device:,.0f}",
         f"{speed.tokens_per_joule:,.1f}" if math.isfinite(speed.tokens_per_joule) else "not counted",
@@ -125,9 +125,9 @@ def cost_table(curve: Curve, manifest: dict[str, Any]) -> str:
         spikes(curve),
     )
     head = ("runs", "step", "tokens/s a device", "tokens a joule", "input wait", "spikes of the loss")
-    return page.table(head, [row])
+    return io.html_table(head, [row])
 
 
-def precision(manifest: dict[str, Any], name: str) -> str:
+def precision_section(manifest: dict[str, Any], name: str) -> str:
     head = ("recipe of the run", "linears", "recipe", "fprop", "dgrad", "wgrad", "runs", "FLOPs in 4 bits")
-    return page.table(head, manifest_rows(manifest, name))
+    return io.html_table(head, manifest_rows(manifest, name))

@@ -1,7 +1,7 @@
-"""The runs of a plan, one after another: resumed where they stopped, and one that diverges does not stop the others.
+"""Runs the cells of a study one after another. A stopped cell resumes, and a diverged one does not stop the others.
 
-Each run lives in arms/ARM/seed-S as any run does. All of them share one directory of compiled programs, so that a
-program is compiled once an arm and not once a seed.
+Each run has the directory arms/ARM/seed-S with the layout of any run. All runs share one directory of compiled
+programs, so that a program is compiled once per arm, not once per seed.
 """
 
 import contextlib
@@ -19,27 +19,27 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from halfbyte.checkpoint import RunDirectoryHeld
-from halfbyte.inputs import replace_file
-from halfbyte.metrics.display import clock
-from halfbyte.ranks import Group, Limits, Signals
-from halfbyte.ranks.ending import PREEMPTED
-from halfbyte.train import Diverged, TrainConfig, train
-
-from .analysis import analyse
-from .arms import Arm
-from .cells import DIVERGED, OVER, check_cells, made_from, run_directory, status_of
-from .plan import Plan
+from halfbyte.checkpoint import RunDirectoryLockedError
+from halfbyte.distributed import ProcessGroup, SignalHandler, WatchdogLimits
+from halfbyte.distributed.heartbeat import PREEMPTED
+from halfbyte.io import atomic_write
+from halfbyte.study.analysis import analyse_study
+from halfbyte.study.arms import Arm
+from halfbyte.study.study_plan import StudyPlan
+from halfbyte.study.study_runs import DIVERGED, FINISHED_STATES, cell_directory, check_cells, provenance, run_status
+from halfbyte.train import DivergedError, TrainConfig, train
+from halfbyte.train.progress_display import format_duration
 
 Say = Callable[[str], None]
 Observers = Callable[[TrainConfig, Path], Sequence[Any]]
 LINES_A_RUN = 8
-AT_WORK = ("step", "validation", "save", "finish")  # what a stop waits for; a compiler or a probe is left alone
+# A stop waits for these activities; it does not wait for a compiler or a probe.
+AWAITED_ACTIVITIES = ("step", "validation", "save", "finish")
 PATIENCE_S = 0.5
-HELD = "wait for it, stop it, or give --out another directory (several hosts share one: --host INDEX/HOSTS)"
+LOCKED_HINT = "wait for it, stop it, or give --out another directory (several hosts share one: --host INDEX/HOSTS)"
 
 
-class Stop:
+class StopSignal:
     """Context, on the main thread, around several runs: a signal is answered at once and ends them all. A step, a
     validation or a save in progress is waited for. A compiler cannot be interrupted: `leave(signal)` is called beside
     it, for a report of what is done, and the process ends with 75."""
@@ -47,11 +47,11 @@ class Stop:
     def __init__(self, say: Say, leave: Callable[[str], Any] | None = None):
         self.asked: str | None = None
         self._say, self._leave = say, leave
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._over, self._ending = threading.Event(), threading.Lock()
-        self._signals = Signals(self._heard)
+        self._signals = SignalHandler(self._heard)
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "StopSignal":
         self._signals.__enter__()
         return self
 
@@ -62,18 +62,18 @@ class Stop:
         self._signals.__exit__(*error)  # waits for the thread, which may wait for the lock
 
     @contextlib.contextmanager
-    def group(self, config: TrainConfig) -> Iterator[Group]:
+    def group(self, config: TrainConfig) -> Iterator[ProcessGroup]:
         """This process alone, for one run. A run of a study that another process holds is said in the study's words:
         it has no --run-dir."""
-        group = Group(limits=Limits(progress=config.watchdog_s)).open()
-        group.begin_steps()
+        group = ProcessGroup(limits=WatchdogLimits(step_timeout_s=config.watchdog_s)).open()
+        group.enter_step_loop()
         self._group = group
         if self.asked:
             group.request_stop(self.asked)
         try:
             yield group
-        except RunDirectoryHeld as held:
-            raise RunDirectoryHeld(held.why, HELD) from None
+        except RunDirectoryLockedError as held:
+            raise RunDirectoryLockedError(held.why, LOCKED_HINT) from None
         finally:
             self._group = None
             group.close()
@@ -87,7 +87,7 @@ class Stop:
             self._group.request_stop(name)
         since = time.monotonic()
         while not self._over.wait(0.05):
-            if self._group is not None and self._group.doing in AT_WORK:
+            if self._group is not None and self._group.activity in AWAITED_ACTIVITIES:
                 since = time.monotonic()
             if time.monotonic() - since > PATIENCE_S:
                 self._go(name)
@@ -108,7 +108,7 @@ class Stop:
                 os._exit(PREEMPTED)
 
 
-class Log:
+class RunLog:
     """The console of one run: everything goes to its log file, a line now and then to the person, and that it
     compiles."""
 
@@ -134,87 +134,91 @@ class Log:
 
 
 @dataclass
-class Progress:
+class StudyProgress:
     """What the runs took, for an estimate of what is left."""
 
     total: int
     began: float
     finished: int = 0
-    quickest: float = 0.0
+    fastest_run_s: float = 0.0
     last: float = 0.0
 
-    def taken(self) -> float:
+    def elapsed(self) -> float:
         return time.monotonic() - self.began
 
     def end_run(self) -> None:
         self.finished += 1
-        self.quickest, self.last = min(self.quickest or math.inf, self.taken() - self.last), self.taken()
+        self.fastest_run_s, self.last = min(self.fastest_run_s or math.inf, self.elapsed() - self.last), self.elapsed()
 
-    def left(self) -> str:
+    def remaining(self) -> str:
         if not self.finished:
             return ""
-        each = self.taken() / self.finished
-        return f", about {clock(each * (self.total - self.finished))} left"
+        each = self.elapsed() / self.finished
+        return f", about {format_duration(each * (self.total - self.finished))} left"
 
 
-def run_jobs(
-    plan: Plan, directory: Path, jobs: Sequence[tuple[Arm, int]], *, say: Say, observers: Observers | None = None,
+def run_cells(
+    plan: StudyPlan, directory: Path, jobs: Sequence[tuple[Arm, int]], *, say: Say, observers: Observers | None = None,
     leave: Callable[[str], Any] | None = None, within: float = math.inf,
 ) -> str | None:  # fmt: skip
     """Run what is not done yet, up to the first look that decides; the name of the signal that stopped it,
     or None. `leave`: see Stop. No run begins that would not end `within` so many seconds if it were the quickest."""
-    waiting = [(a, s) for a, s in jobs if status_of(run_directory(directory, a, s), plan.base.steps).state not in OVER]
+    waiting = [
+        (a, s)
+        for a, s in jobs
+        if run_status(cell_directory(directory, a, s), plan.base.steps).state not in FINISHED_STATES
+    ]
     if len(waiting) < len(jobs):
         say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
-    progress = Progress(len(waiting), time.monotonic())
+    progress = StudyProgress(len(waiting), time.monotonic())
     past, beyond = 0, len(plan.seeds) > plan.looks[-1]  # whoever has added seeds wants to see them
     now: dict[str, str] = {}
-    with Stop(say, leave) as stop:
+    with StopSignal(say, leave) as stop:
         for number, (arm, seed) in enumerate(waiting, 1):
             looked = sum(look <= plan.seeds.index(seed) for look in plan.looks)
-            if looked > past and not beyond and analyse(plan, directory)["decided"]:
+            if looked > past and not beyond and analyse_study(plan, directory)["decided"]:
                 say(f"decided at the look after {plan.looks[looked - 1]} seeds; the others need not be run")
                 break
             past = looked
-            if progress.taken() + progress.quickest > within:
-                say(f"{clock(within)} are over: the other {len(waiting) + 1 - number} runs are not begun")
+            if progress.elapsed() + progress.fastest_run_s > within:
+                say(f"{format_duration(within)} are over: the other {len(waiting) + 1 - number} runs are not begun")
                 break
             prefix = f"[{number}/{len(waiting)} {arm.name} seed {seed}]"
             say_here = lambda text, prefix=prefix: say(f"{prefix} {text}")  # noqa: E731
-            if made_from(plan) != now:  # before the first run, and when data or code have changed under way
-                now = made_from(plan)
+            if provenance(plan) != now:  # before the first run, and when data or code have changed under way
+                now = provenance(plan)
                 check_cells(plan, directory, now)
-            run_one(plan, directory, arm, seed, say=say_here, observers=observers, stop=stop)
+            run_cell(plan, directory, arm, seed, say=say_here, observers=observers, stop=stop)
             if stop.asked:
                 break
             progress.end_run()
-            say_here(f"{_outcome(run_directory(directory, arm, seed), plan.base.steps)}{progress.left()}")
+            say_here(f"{_cell_outcome(cell_directory(directory, arm, seed), plan.base.steps)}{progress.remaining()}")
     return stop.asked
 
 
-def run_one(
-    plan: Plan, directory: Path, arm: Arm, seed: int, *, say: Say, observers: Observers | None, stop: Stop
+def run_cell(
+    plan: StudyPlan, directory: Path, arm: Arm, seed: int, *, say: Say, observers: Observers | None, stop: StopSignal
 ) -> None:
     """Train one arm of one seed; a divergence is written down and is no error. A run that is complete and whose last
     row cannot be read has no outcome: it is set aside and trained again."""
-    folder = run_directory(directory, arm, seed)
+    folder = cell_directory(directory, arm, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     config = dataclasses.replace(arm.configure(plan.base, seed), compile_cache=str((directory / "compiled").absolute()))
     lines = -(-config.steps // config.log.every)
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
     with open(logs / f"{arm.name}-seed-{seed}.txt", "a", encoding="utf-8") as file:
-        log = Log(file, say, every=max(1, lines // LINES_A_RUN))
+        log = RunLog(file, say, every=max(1, lines // LINES_A_RUN))
         console = Console(file=log, width=160, force_terminal=False, color_system=None)  # type: ignore[arg-type]
         for again in (False, True):
             watching = observers(config, folder) if observers else ()
             try:
                 with stop.group(config) as group:
                     train(config, folder, console=console, group=group, observers=watching)
-            except Diverged as trouble:
-                record = {"step": status_of(folder, config.steps).step, "error": str(trouble)}
-                replace_file(folder / "diverged.json", json.dumps(record) + "\n")
-            if stop.asked or status_of(folder, config.steps).state in OVER:
+            except DivergedError as trouble:
+                record = {"step": run_status(folder, config.steps).step, "error": str(trouble)}
+                atomic_write(folder / "diverged.json", json.dumps(record) + "\n")
+            if stop.asked or run_status(folder, config.steps).state in FINISHED_STATES:
                 return
             if again:
                 raise ValueError(f"{folder} is trained to its end and has no validation loss there; see {file.name}")
@@ -229,8 +233,8 @@ def _set_aside(folder: Path, where: Path, name: str) -> Path:
     return aside
 
 
-def _outcome(folder: Path, steps: int) -> str:
-    status = status_of(folder, steps)
+def _cell_outcome(folder: Path, steps: int) -> str:
+    status = run_status(folder, steps)
     if status.state == DIVERGED:
         return f"DIVERGED at step {status.step}; the other runs go on"
     return f"done, validation loss {status.loss:.4f}"

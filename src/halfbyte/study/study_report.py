@@ -1,71 +1,72 @@
-"""The report of a parity: one HTML page, the same as JSON, and a summary in Markdown."""
+"""Report of a study: one HTML page, the same as JSON, and a summary in Markdown."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfbyte import report as page
-from halfbyte.inputs import printable, replace_file
-from halfbyte.metrics import finite
-from halfbyte.report import Axes, Band, Row, Series
-
-from .analysis import MOST_SPELLED, interval_text
-from .arms import BASELINE, CANDIDATE, CONTROL
-from .facts import devices, environment, first_begun, precision_table
-from .plan import Plan
-from .radar_view import radar_section
-from .statistics import spending
+from halfbyte import io
+from halfbyte.io import Axes, ConfidenceBand, ForestRow, LineSeries, atomic_write, escape_control_chars
+from halfbyte.study.analysis import MAX_LISTED_ARMS, interval_text
+from halfbyte.study.arms import BASELINE, CANDIDATE, CONTROL
+from halfbyte.study.equivalence_test import FAIL_SHARE, alpha_spending
+from halfbyte.study.study_plan import StudyPlan
+from halfbyte.study.study_runs import first_started_run, precision_table, radar_section, run_environment, study_devices
+from halfbyte.train import replace_nonfinite
 
 Data = Mapping[str, Any]
-FILES = {"html": "report.html", "json": "report.json", "md": "report.md"}
-CLIP = 3.0  # margins, or further if a candidate is: an arm beyond is drawn at the edge, so that the others stay apart
+REPORT_FILES = {"html": "report.html", "json": "report.json", "md": "report.md"}
+# In margins, or further if a candidate is. An arm beyond is drawn at the edge, so that the others stay apart.
+AXIS_CLIP = 3.0
 
 
-def write_report(plan: Plan, directory: Path, data: Data) -> dict[str, Path]:
+def write_report(plan: StudyPlan, directory: Path, data: Data) -> dict[str, Path]:
     """report.html, report.json and report.md in `directory`."""
     facts = {"plan": str(directory / "plan.json"), "written": plan.written}
-    whole = {**data, "facts": facts | environment(plan.base, first_begun(plan, directory), devices(plan, directory))}
-    files = {kind: directory / name for kind, name in FILES.items()}
-    replace_file(files["html"], page.html_page(title(plan), sections(plan, directory, whole)))
-    replace_file(files["json"], json.dumps(finite(whole), indent=1, allow_nan=False) + "\n")
-    replace_file(files["md"], printable(markdown(plan, whole)))
+    whole = {
+        **data,
+        "facts": facts | run_environment(plan.base, first_started_run(plan, directory), study_devices(plan, directory)),
+    }
+    files = {kind: directory / name for kind, name in REPORT_FILES.items()}
+    atomic_write(files["html"], io.html_page(study_title(plan), sections(plan, directory, whole)))
+    atomic_write(files["json"], json.dumps(replace_nonfinite(whole), indent=1, allow_nan=False) + "\n")
+    atomic_write(files["md"], escape_control_chars(study_markdown(plan, whole)))
     return files
 
 
-def title(plan: Plan) -> str:
+def study_title(plan: StudyPlan) -> str:
     names = [arm.name for arm in plan.of_kind(CANDIDATE)]
-    candidates = ", ".join(names) if len(names) <= MOST_SPELLED else f"{len(names)} recipes"
+    candidates = ", ".join(names) if len(names) <= MAX_LISTED_ARMS else f"{len(names)} recipes"
     return f"Parity: {candidates} against {plan.baseline.name}, {plan.base.model.name}"
 
 
-def sections(plan: Plan, directory: Path, data: Data) -> list[str]:
+def sections(plan: StudyPlan, directory: Path, data: Data) -> list[str]:
     """The page from top to bottom."""
-    facts = page.table(("", ""), data["facts"].items())
+    facts = io.html_table(("", ""), data["facts"].items())
     return [
-        *head(data),
+        *report_head(data),
         *study_sections(plan, data),
-        page.section("Precision", precision_table(plan, directory)),
-        page.section("How it was judged", *method(plan)),
-        page.section("Provenance", facts, page.code(plan.command) if plan.command else ""),
+        io.section("Precision", precision_table(plan, directory)),
+        io.section("How it was judged", *method_section(plan)),
+        io.section("Provenance", facts, io.code_block(plan.command) if plan.command else ""),
     ]
 
 
-def study_sections(plan: Plan, data: Data) -> list[str]:
+def study_sections(plan: StudyPlan, data: Data) -> list[str]:
     """Returns what the report and the playbook's page show of a study."""
     return [
-        page.section("Gap over seeds", gap_figure(plan, data), arm_table(data)),
-        page.section("Ranking", *rank_parts(plan, data)) if data["ranking"] else "",
-        page.figures("Curves", curve_figures(plan, data)),
-        page.section("Controls", *control_lines(plan, data)),
-        page.section("By source of text", source_table(data)),
-        page.section("Tokens", token_table(data), *token_notes(data)),
+        io.section("Gap over seeds", gap_figure(plan, data), arm_table(data)),
+        io.section("Ranking", *ranking_section(plan, data)) if data["ranking"] else "",
+        io.figure_row("Curves", curve_figures(plan, data)),
+        io.section("Controls", *control_summary(plan, data)),
+        io.section("By source of text", study_source_table(data)),
+        io.section("Tokens", token_table(data), *token_notes(data)),
         radar_section(data["arms"]),
-        page.section("Cost", cost_table(data), page.paragraph(COST_NOTE, soft=True)),
+        io.section("Cost", study_cost_table(data), io.paragraph(COST_NOTE, soft=True)),
     ]
 
 
-def head(data: Data) -> list[str]:
+def report_head(data: Data) -> list[str]:
     """What is missing, the verdict, its scope, and what to do next."""
     lines = []
     runs = data["runs"]
@@ -73,16 +74,16 @@ def head(data: Data) -> list[str]:
         missing = ", ".join(f"{m['arm']} seed {m['seed']} ({m['state']})" for m in runs["missing"][:12])
         more = f" and {len(runs['missing']) - 12} more" if len(runs["missing"]) > 12 else ""
         lines.append(
-            page.notice(f"INCOMPLETE: {runs['done']} of {runs['planned']} runs are done; missing: {missing}{more}")
+            io.notice_box(f"INCOMPLETE: {runs['done']} of {runs['planned']} runs are done; missing: {missing}{more}")
         )
     words = [arm["verdict"]["word"] for arm in data["arms"] if arm["kind"] == CANDIDATE]
     kind = "good" if data["passed"] else "bad" if "FAIL" in words else ""
-    lines.append(page.verdict(data["verdict"], page.paragraph(data["scope"], soft=True), kind=kind))
-    lines += [page.paragraph(f"{line}.") for line in (*data["notes"], *data["between"])]
-    return [*lines, *(page.paragraph(f"Next: {line}") for line in data["next"])]
+    lines.append(io.verdict_box(data["verdict"], io.paragraph(data["scope"], soft=True), kind=kind))
+    lines += [io.paragraph(f"{line}.") for line in (*data["notes"], *data["between"])]
+    return [*lines, *(io.paragraph(f"Next: {line}") for line in data["next"])]
 
 
-def gap_figure(plan: Plan, data: Data) -> str:
+def gap_figure(plan: StudyPlan, data: Data) -> str:
     """Seeds as dots, the interval over them, and the margin."""
     rows = []
     for place, arm in enumerate(data["arms"]):
@@ -92,20 +93,20 @@ def gap_figure(plan: Plan, data: Data) -> str:
         dots = [(value, f"seed {seed}: {value:+.4f}") for seed, value in arm["gaps"].items()]
         diverged = sum(state["state"] == "diverged" for state in arm["states"].values())
         note = f"diverged in {diverged}" if diverged else ""
-        rows.append(Row(arm["name"], dots, found["mean"], found["low"], found["high"], place, note))
+        rows.append(ForestRow(arm["name"], dots, found["mean"], found["low"], found["high"], place, note))
     unit = "% of the baseline's loss" if plan.margin.relative else "nats a token"
     near = [abs(v) for arm in data["arms"] if arm["kind"] != CONTROL for v in arm["gaps"].values()]
-    clip = 1.2 * max([CLIP * plan.margin.value, *near])
+    clip = 1.2 * max([AXIS_CLIP * plan.margin.value, *near])
     label = "gap of each arm over seeds"
-    drawn = page.forest(rows, margin=plan.margin.value, x_label=f"gap, {unit}", label=label, clip=clip)
+    drawn = io.forest_plot(rows, margin=plan.margin.value, x_label=f"gap, {unit}", label=label, clip=clip)
     note = (
         f"dots: seeds; diamond: mean; bar: 90% interval over all seeds; shaded: margin ±{plan.margin}; the verdict's "
         "interval is wider where looks and candidates share the 5%"
     )
-    return page.figure("Validation loss minus the baseline's, paired by seed", drawn, note)
+    return io.figure("Validation loss minus the baseline's, paired by seed", drawn, note)
 
 
-def told(arm: Data) -> tuple[str, str, str, str]:
+def arm_summary_cells(arm: Data) -> tuple[str, str, str, str]:
     """Verdict, mean loss, gap and number of seeds of an arm, as every table has them."""
     losses = list(arm["final"].values())
     word = arm["verdict"]["word"] if arm.get("verdict") else "baseline"
@@ -116,13 +117,13 @@ def told(arm: Data) -> tuple[str, str, str, str]:
 def arm_table(data: Data) -> str:
     rows = []
     for arm in data["arms"]:
-        word, mean, gap, seeds = told(arm)
+        word, mean, gap, seeds = arm_summary_cells(arm)
         p = (arm.get("verdict") or {"p": None})["p"]
         spikes = sum(arm["spikes"].values())
         rows.append((arm["name"], word, mean, gap, "" if p is None else f"{p:.3g}", seeds, spikes, arm["note"]))
     unit = data["arms"][0]["unit"]
     gap = f"gap, {unit} [90% over seeds]"
-    return page.table(("arm", "verdict", "loss", gap, "p of equivalence", "seeds", "spikes", "what it is"), rows)
+    return io.html_table(("arm", "verdict", "loss", gap, "p of equivalence", "seeds", "spikes", "what it is"), rows)
 
 
 def rank_rows(data: Data) -> list[tuple[str, ...]]:
@@ -144,16 +145,16 @@ def rank_heads(data: Data) -> tuple[str, ...]:
     return ("", "recipe", gap, "its place may be", "verdict", "step time / baseline's", "runs")
 
 
-def rank_parts(plan: Plan, data: Data) -> list[str]:
+def ranking_section(plan: StudyPlan, data: Data) -> list[str]:
     """The candidates in their order, and their gaps against what a step of theirs takes."""
     places = {arm["name"]: place for place, arm in enumerate(data["arms"])}
     series = []
     for row in (row for row in data["ranking"] if row["cost"] is not None and not row["diverged"]):
         colour, name = places[row["arm"]], row["arm"]
-        series.append(Series("", [row["cost"]], [row["mean"]], colour, dots=True, label=name))
+        series.append(LineSeries("", [row["cost"]], [row["mean"]], colour, dots=True, label=name))
         if row["low"] is not None:
-            series.append(Series("", [row["cost"]] * 2, [row["low"], row["high"]], colour, faint=True))
-    drawn = page.line_chart(
+            series.append(LineSeries("", [row["cost"]] * 2, [row["low"], row["high"]], colour, faint=True))
+    drawn = io.line_chart(
         series, Axes("step time over the baseline's", zero=True, clip=100), label="gap against cost",
         lines=[(plan.margin.value, f"margin +{plan.margin}")],
     )  # fmt: skip
@@ -162,17 +163,17 @@ def rank_parts(plan: Plan, data: Data) -> list[str]:
         "differences to all others leave open, at a level that all pairs share. Step times are this machine's: "
         "emulated arithmetic, and runs that share a device, say nothing about hardware with 4-bit units."
     )
-    figure = page.figure(f"Gap, {plan.margin.unit}, against cost", drawn, "bars: the corrected interval")
-    return [figure, page.table(rank_heads(data), rank_rows(data)), page.paragraph(note, soft=True)]
+    figure = io.figure(f"Gap, {plan.margin.unit}, against cost", drawn, "bars: the corrected interval")
+    return [figure, io.html_table(rank_heads(data), rank_rows(data)), io.paragraph(note, soft=True)]
 
 
-def curve_figures(plan: Plan, data: Data) -> list[str]:
+def curve_figures(plan: StudyPlan, data: Data) -> list[str]:
     """Loss, gap along the run, gap against tokens a parameter."""
     series, apart = [], []
     for place, arm in enumerate(data["arms"]):
         for curve in arm["curves"]:
             series.append(
-                Series(arm["name"], curve["tokens"], curve["loss"], place, faint=curve["seed"] != plan.seeds[0])
+                LineSeries(arm["name"], curve["tokens"], curve["loss"], place, faint=curve["seed"] != plan.seeds[0])
             )
     shown = [arm for arm in data["arms"] if arm["gap_curve"] and arm["kind"] != CONTROL]
     places = {arm["name"]: place for place, arm in enumerate(data["arms"])}
@@ -182,28 +183,28 @@ def curve_figures(plan: Plan, data: Data) -> list[str]:
         for seed in seeds:
             points = [p for p in arm["gap_curve"]["points"] if p["seed"] == seed]
             xs, ys = [p["x"] for p in points], [p["y"] for p in points]
-            apart.append(Series(arm["name"], xs, ys, places[arm["name"]], faint=True, dots=True))
+            apart.append(LineSeries(arm["name"], xs, ys, places[arm["name"]], faint=True, dots=True))
         fit = arm["gap_curve"]["fit"]
         if fit:
-            apart.append(Series(arm["name"], fit["x"], fit["y"], places[arm["name"]]))
+            apart.append(LineSeries(arm["name"], fit["x"], fit["y"], places[arm["name"]]))
             if fit["low"]:
-                bands.append(Band(fit["x"], fit["low"], fit["high"], places[arm["name"]]))
+                bands.append(ConfidenceBand(fit["x"], fit["low"], fit["high"], places[arm["name"]]))
     limits = [(plan.margin.value, f"margin +{plan.margin}")]
-    loss = page.line_chart(series, Axes("tokens"), label="training loss")
+    loss = io.line_chart(series, Axes("tokens"), label="training loss")
     axes = Axes("tokens a parameter", zero=True, clip=97, log=True)
-    gap = page.line_chart(apart, axes, label="gap against tokens a parameter", bands=bands, lines=limits)
+    gap = io.line_chart(apart, axes, label="gap against tokens a parameter", bands=bands, lines=limits)
     note = "dots: validations; line: a + b ln(tokens a parameter), fitted seed by seed; band: 90% over seeds"
     return [
-        page.figure("Training loss, nats a token", loss, "first seed strong, others faint; smoothed"),
-        page.figure(f"Gap along the run, {plan.margin.unit}, against tokens a parameter", gap, note),
+        io.figure("Training loss, nats a token", loss, "first seed strong, others faint; smoothed"),
+        io.figure(f"Gap along the run, {plan.margin.unit}, against tokens a parameter", gap, note),
     ]
 
 
-def control_lines(plan: Plan, data: Data) -> list[str]:
+def control_summary(plan: StudyPlan, data: Data) -> list[str]:
     """The noise floor, whether the broken recipes were seen, and how small a gap would have been."""
     checks, lines = data["controls"], []
     if checks["noise_floor"] is not None:
-        floor, twin = plan.margin.show(checks["noise_floor"], ""), checks["twin"]
+        floor, twin = plan.margin.format_gap(checks["noise_floor"], ""), checks["twin"]
         lines.append(
             f"Noise floor: two runs that are equal but for rounding differ by {floor} (root mean square over seeds); "
             f"the twin: {twin['word']}, {twin['reason']}."
@@ -218,15 +219,15 @@ def control_lines(plan: Plan, data: Data) -> list[str]:
         lines.append(f"Near the margin, the twin displaced by twice as much: {checks['near']['reason']}. {seen}")
     if not lines:
         lines.append("This parity was run without controls: nothing shows that it would have seen a broken recipe.")
-    return [page.paragraph(line) for line in (*lines, *(f"{line}." for line in data["sees"]))]
+    return [io.paragraph(line) for line in (*lines, *(f"{line}." for line in data["sees"]))]
 
 
-def source_table(data: Data) -> str:
+def study_source_table(data: Data) -> str:
     """Gap by source, arms side by side."""
     arms = [arm for arm in data["arms"] if arm["by_source"]]
     names = sorted({name for arm in arms for name in arm["by_source"]})
     rows = [(name, *(interval_text(arm["by_source"].get(name), arm["unit"]) for arm in arms)) for name in names]
-    return page.table(("source", *(f"{arm['name']}, {arm['unit']}" for arm in arms)), rows)
+    return io.html_table(("source", *(f"{arm['name']}, {arm['unit']}" for arm in arms)), rows)
 
 
 def token_table(data: Data) -> str:
@@ -237,7 +238,7 @@ def token_table(data: Data) -> str:
         fit = (arm["gap_curve"] or {}).get("fit")
         slope = interval_text(fit["slope"], arm["unit"]) if fit else ""
         rows.append((arm["name"], overhead_text(arm["token_overhead"]), slope))
-    return page.table(("arm", "token overhead, % [90% over seeds]", "slope of the gap a factor e of tokens"), rows)
+    return io.html_table(("arm", "token overhead, % [90% over seeds]", "slope of the gap a factor e of tokens"), rows)
 
 
 def overhead_text(found: Data | None) -> str:
@@ -257,7 +258,7 @@ def token_notes(data: Data) -> list[str]:
         "baseline's validation curve passes the arm's final loss. Under a decaying learning rate curves fall steeply "
         "at the end: a lower bound of what a longer run would show."
     )
-    return [page.paragraph(note, soft=True)] if any(arm["token_overhead"] for arm in data["arms"]) else []
+    return [io.paragraph(note, soft=True)] if any(arm["token_overhead"] for arm in data["arms"]) else []
 
 
 COST_NOTE = (
@@ -267,7 +268,7 @@ COST_NOTE = (
 )
 
 
-def cost_table(data: Data) -> str:
+def study_cost_table(data: Data) -> str:
     rows = []
     first = next((arm["cost"] for arm in data["arms"] if arm["kind"] == BASELINE), None)
     for arm in data["arms"]:
@@ -276,7 +277,7 @@ def cost_table(data: Data) -> str:
         faster = speed_text(first, arm["cost"])
         rows.append((arm["name"], ", ".join(arm["execution"]), f"{1000 * arm['cost']['step_time_s']:.0f} ms",
                      f"{arm['cost']['tokens_per_s_per_device']:,.0f}", faster))  # fmt: skip
-    return page.table(("arm", "runs", "step", "tokens/s a device", "speed against the baseline"), rows)
+    return io.html_table(("arm", "runs", "step", "tokens/s a device", "speed against the baseline"), rows)
 
 
 def speed_text(baseline: Data | None, cost: Data) -> str:
@@ -289,8 +290,8 @@ def speed_text(baseline: Data | None, cost: Data) -> str:
     return f"{mean} (one seed)" if len(ratios) == 1 else f"{mean} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def method(plan: Plan) -> list[str]:
-    looks, levels = plan.looks, spending(plan.looks)
+def method_section(plan: StudyPlan) -> list[str]:
+    looks, levels = plan.looks, alpha_spending(plan.looks)
     spent = ", ".join(f"{100 * level:.2g}% after {count} seeds" for count, level in zip(looks, levels, strict=True))
     many = len(plan.of_kind(CANDIDATE))
     words = (
@@ -299,17 +300,17 @@ def method(plan: Plan) -> list[str]:
         "schedule; only precision differs. The interval is Student's over the paired differences of seeds, never "
         "within a run. PASS: the interval lies inside the margin. FAIL: wholly beyond it. A wrong PASS has probability "
         f"5% at most in the whole study: the plan fixed its looks ({spent}) and its candidates ({many}; Holm: the "
-        f"first to pass needs a level {many} times smaller, the next less; a FAIL is each candidate's own, at the "
-        "look's level). Seeds that were added later are shown and count in no verdict. Noise that is skewed over seeds "
-        "costs more than 5% (docs/parity.md)."
+        f"first to pass needs a level {many} times smaller, the next less; a FAIL is each candidate's own, at "
+        f"{FAIL_SHARE:g} of the look's level). Seeds that were added later are shown and count in no verdict. Noise "
+        "that is skewed over seeds costs more (docs/parity.md)."
     )
-    return [page.paragraph(words)]
+    return [io.paragraph(words)]
 
 
-def markdown(plan: Plan, data: Data) -> str:
+def study_markdown(plan: StudyPlan, data: Data) -> str:
     """A summary for a pull request or a mail."""
     unit = data["arms"][0]["unit"]
-    lines = [f"# {title(plan)}", ""]
+    lines = [f"# {study_title(plan)}", ""]
     if not data["complete"]:
         lines += [f"**INCOMPLETE: {data['runs']['done']} of {data['runs']['planned']} runs are done.**", ""]
     lines += [f"**{data['verdict']}**", "", data["scope"], ""]
@@ -317,6 +318,6 @@ def markdown(plan: Plan, data: Data) -> str:
     lines += [f"Next: {line}" for line in data["next"]] + [""] * bool(data["next"])
     lines += [f"| arm | verdict | gap, {unit} [90% over seeds] | seeds |", "|---|---|---|---|"]
     for arm in data["arms"]:
-        word, _, gap, seeds = told(arm)
+        word, _, gap, seeds = arm_summary_cells(arm)
         lines.append(f"| {arm['name']} | {word} | {gap} | {seeds} |")
     return "\n".join([*lines, ""])

@@ -1,13 +1,16 @@
-"""Training: config, state, the pure step, and the host loop around it."""
+"""Training: config, state, the pure step, the host loop around it, optimizers, metrics and profiles.
+
+`halfbyte.train` is this package and also a public function: calling the package trains a run.
+"""
 
 import datetime
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .config import (
+from halfbyte.renamed import old_names
+from halfbyte.train.train_config import (
     CheckpointConfig,
     GuardConfig,
     LogConfig,
@@ -18,42 +21,99 @@ from .config import (
 )
 
 if TYPE_CHECKING:
-    from .loop import Diverged, RunResult
-    from .manifest_table import table
-    from .observing import Moment, Observer
-    from .precision import Phase, phases, resolve
-    from .precision_manifest import Manifest, build_manifest
-    from .preflight import MemoryEstimate, check, estimate_memory, run_mesh
-    from .run import train
-    from .source import Source, open_source
-    from .state import TrainState, abstract_state, create_state
-    from .step import abstract_batch, jit_train_step, lower_train_step, make_eval_step, make_train_step
+    from halfbyte.train.batch_source import BatchSource, open_batch_source
+    from halfbyte.train.loop import DivergedError, RunResult
+    from halfbyte.train.metric_writers import (
+        BackgroundSink,
+        FaultTolerantSink,
+        JsonlSink,
+        Sink,
+        TensorBoardSink,
+        WandbSink,
+    )
+    from halfbyte.train.metrics_log import (
+        DeferredMetrics,
+        FinishedStep,
+        Throughput,
+        append_row,
+        missing_steps,
+        parse_metric,
+        read_rows,
+        read_rows_until,
+        replace_nonfinite,
+        weighted_peak_flops,
+    )
+    from halfbyte.train.optimizers import (
+        OptimizerConfig,
+        adamw,
+        apply_updates,
+        check_warmup,
+        clip_by_norm,
+        global_norm,
+        learning_rate_schedule,
+        muon,
+        resolve_steps,
+    )
+    from halfbyte.train.precision_manifest import PrecisionManifest, build_precision_manifest
+    from halfbyte.train.precision_phases import PrecisionPhase, phases, resolve_policy
+    from halfbyte.train.preflight import MemoryEstimate, estimate_memory, manifest_table, run_mesh, run_preflight
+    from halfbyte.train.profiler import ProfileCapture, ProfileConfig
+    from halfbyte.train.progress_display import CompileIndicator, ProgressDisplay, make_display
+    from halfbyte.train.run import train
+    from halfbyte.train.train_state import Observer, StepSnapshot, TrainState, abstract_state, create_state
+    from halfbyte.train.train_step import (
+        abstract_batch,
+        jit_train_step,
+        lower_train_step,
+        make_eval_step,
+        make_train_step,
+    )
 
 # Names of modules that take half a second to import: a config, and the help of a command, need none of them.
 _LATER = {
-    "loop": ("Diverged", "RunResult"),
-    "manifest_table": ("table",),
-    "observing": ("Moment", "Observer"),
-    "precision": ("Phase", "phases", "resolve"),
-    "precision_manifest": ("Manifest", "build_manifest"),
-    "preflight": ("MemoryEstimate", "check", "estimate_memory", "run_mesh"),
+    "batch_source": ("BatchSource", "open_batch_source"),
+    "loop": ("DivergedError", "RunResult"),
+    "metric_writers": ("BackgroundSink", "FaultTolerantSink", "JsonlSink", "Sink", "TensorBoardSink", "WandbSink"),
+    "metrics_log": (
+        "FinishedStep",
+        "DeferredMetrics",
+        "Throughput",
+        "append_row",
+        "replace_nonfinite",
+        "missing_steps",
+        "weighted_peak_flops",
+        "parse_metric",
+        "read_rows",
+        "read_rows_until",
+    ),
+    "optimizers": (
+        "OptimizerConfig",
+        "adamw",
+        "apply_updates",
+        "check_warmup",
+        "clip_by_norm",
+        "global_norm",
+        "learning_rate_schedule",
+        "muon",
+        "resolve_steps",
+    ),
+    "precision_manifest": ("PrecisionManifest", "build_precision_manifest"),
+    "precision_phases": ("PrecisionPhase", "phases", "resolve_policy"),
+    "preflight": ("MemoryEstimate", "run_preflight", "estimate_memory", "run_mesh", "manifest_table"),
+    "profiler": ("ProfileCapture", "ProfileConfig"),
+    "progress_display": ("CompileIndicator", "ProgressDisplay", "make_display"),
     "run": ("train",),
-    "source": ("Source", "open_source"),
-    "state": ("TrainState", "abstract_state", "create_state"),
-    "step": ("abstract_batch", "jit_train_step", "lower_train_step", "make_eval_step", "make_train_step"),
+    "train_state": ("Observer", "StepSnapshot", "TrainState", "abstract_state", "create_state"),
+    "train_step": ("abstract_batch", "jit_train_step", "lower_train_step", "make_eval_step", "make_train_step"),
 }
-_HOME = {name: module for module, names in _LATER.items() for name in names}
+_attribute = old_names(__name__, _LATER)
 
 
-class _CallableRoom(ModuleType):
-    """`halfbyte.train` is this room and also a public function: calling the room trains a run."""
+class _CallablePackage(ModuleType):
+    """Resolves lazy names; `halfbyte.train(config)` trains a run."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-        setattr(self, name, value)
-        return value
+        return _attribute(name)
 
     def __call__(self, config: TrainConfig, run_dir: str | Path | None = None, **options: Any) -> "RunResult":
         """Train `config` in `run_dir` (default runs/NAME-DATE), silently; a directory with a checkpoint is resumed.
@@ -70,4 +130,4 @@ class _CallableRoom(ModuleType):
         return result
 
 
-sys.modules[__name__].__class__ = _CallableRoom
+sys.modules[__name__].__class__ = _CallablePackage

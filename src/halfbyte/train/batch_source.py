@@ -6,7 +6,7 @@ split over `tensor` or `context` across processes is read by all of them, and on
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from halfbyte import data
-
-from .config import TrainConfig
-from .step import Batch, batch_sharding
+from halfbyte.data.batch_loader import pad_vocab_size
+from halfbyte.data.dataset import as_mixture
+from halfbyte.data.encode import TRAIN
+from halfbyte.train.train_config import TrainConfig
+from halfbyte.train.train_step import Batch, batch_sharding
 
 DEMO_SEQ = 128
 
 
 @dataclass(frozen=True)
-class Source:
+class BatchSource:
     """Where batches come from. `dataset` is None for synthetic data."""
 
     config: TrainConfig
@@ -32,16 +34,16 @@ class Source:
 
     def loader(self, mesh: Mesh) -> Any:
         """Endless training batches of this process, as numpy."""
-        host, hosts = host_part(mesh, self.config.batch, self.seq)
+        host, hosts = host_shard(mesh, self.config.batch, self.seq)
         if self.dataset is None:
             return data.synthetic(
                 self.config.model.vocab_size, self.seq, self.config.batch, seed=self.config.seed, host=host, hosts=hosts
             )
-        return data.loader(self.dataset, seed=self.config.seed, **self._part(host, hosts))
+        return data.loader(self.dataset, seed=self.config.seed, **self._host_loader_args(host, hosts))
 
     def validation(self, mesh: Mesh) -> dict[str, Any]:
         """A function by source name that starts its validation batches."""
-        host, hosts = host_part(mesh, self.config.batch, self.seq)
+        host, hosts = host_shard(mesh, self.config.batch, self.seq)
         limit = self.config.validation.batches or None
         if self.dataset is None:
             held_out = {"seed": self.config.seed + 1, "batches": limit or 4, "host": host, "hosts": hosts}
@@ -52,12 +54,12 @@ class Source:
             }
 
         def start(name: str) -> Any:
-            part = self._part(host, hosts)
+            part = self._host_loader_args(host, hosts)
             return data.loader(self.dataset, split="validation", source=name, max_batches=limit, **part)
 
         return {name: lambda name=name: start(name) for name in data.validation_sources(self.dataset)}
 
-    def _part(self, host: int, hosts: int) -> dict[str, Any]:
+    def _host_loader_args(self, host: int, hosts: int) -> dict[str, Any]:
         fits = {"seq": self.seq, "vocab_size": self.config.model.vocab_size}
         return {"batch": self.config.batch, "host": host, "hosts": hosts, **fits}
 
@@ -76,27 +78,58 @@ class Source:
         return f"{self.config.data}, rows of {self.seq} tokens"
 
 
-def open_source(config: TrainConfig) -> Source:
+def open_batch_source(config: TrainConfig) -> BatchSource:
     """The data of a run, every shard verified. Refuses what does not fit the model before anything is compiled."""
     if config.data == "synthetic":
-        return Source(config, config.seq or min(config.model.max_seq, 2048), None)
+        return BatchSource(config, config.seq or min(config.model.max_seq, 2048), None)
     dataset: Any
     if config.data == "demo":
         dataset = data.demo_dataset(seq_len=config.seq or DEMO_SEQ)
     else:
         dataset = data.open_mixture(config.data, progress=jax.process_index() == 0)
-    seq = config.seq or dataset.seq_len
-    if seq > config.model.max_seq:
-        raise ValueError(
-            f"{config.data}: rows of {seq} tokens are longer than the model's max_seq {config.model.max_seq}; "
-            "prepare the data with a shorter --seq-len, or raise --model.max-seq"
-        )
-    source = Source(config, seq, dataset)
-    data.loader(dataset, **source._part(0, 1)).close()  # refuses a data set that is too small or has strange tokens
+    if problems := data_problems(config, dataset):
+        raise DataFitError(config, problems)
+    source = BatchSource(config, config.seq or dataset.seq_len, dataset)
+    data.loader(dataset, **source._host_loader_args(0, 1)).close()  # refuses a data set with strange tokens
     return source
 
 
-def host_part(mesh: Mesh, batch: int, seq: int) -> tuple[int, int]:
+class DataFitError(ValueError):
+    """A data set does not fit the run. `flags` of `halfbyte train` change the run so that it does."""
+
+    def __init__(self, config: TrainConfig, problems: Sequence[tuple[str, tuple[str, str]]]):
+        self.flags = tuple(word for _, flag in problems for word in flag)
+        listed = "; ".join(text for text, _ in problems)
+        super().__init__(f"--data {config.data} does not fit this run of {config.model.name}: {listed}")
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}. Change the run: {' '.join(self.flags)}"
+
+
+def data_problems(config: TrainConfig, dataset: Any) -> list[tuple[str, tuple[str, str]]]:
+    """Returns everything in which a data set does not fit the run, each with the flag and value that fits."""
+    model, seq, parts = config.model, dataset.seq_len, as_mixture(dataset).datasets
+    problems = []
+    if config.seq not in (0, seq):
+        problems.append((f"its rows have {seq} tokens, the run reads {config.seq}", ("--seq", str(seq))))
+    if seq > model.max_seq:
+        problems.append(
+            (f"its rows have {seq} tokens, the model at most {model.max_seq}", ("--model.max-seq", str(seq)))
+        )
+    highest = max((shard.max_token for part in parts for shard in part.manifest.shards), default=0)
+    if highest >= model.vocab_size:
+        size = pad_vocab_size(max(part.vocab_size for part in parts))
+        text = f"it has token ids up to {highest}, the model a vocabulary of {model.vocab_size}"
+        problems.append((text, ("--model.vocab-size", str(size))))
+    rows = sum(part.num_rows(TRAIN) for part in parts)
+    if 0 < rows < config.batch:
+        fitting = max(rows // config.accumulate, 1) * config.accumulate
+        text = f"it has {rows} training rows, fewer than one global batch of {config.batch}"
+        problems.append((text, ("--batch", str(fitting))))
+    return problems
+
+
+def host_shard(mesh: Mesh, batch: int, seq: int) -> tuple[int, int]:
     """(host, hosts): this process reads the host-th of `hosts` equal contiguous parts of every global batch."""
     indices = batch_sharding(mesh).addressable_devices_indices_map((batch, seq)).values()
     rows = sorted({index[0].indices(batch)[:2] for index in indices if index is not None})
@@ -108,13 +141,13 @@ def host_part(mesh: Mesh, batch: int, seq: int) -> tuple[int, int]:
     return first // size, batch // size
 
 
-def to_mesh(rows: dict[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
+def make_global_batch(rows: dict[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
     """This process's rows as its part of global arrays [batch, seq]."""
     sharding = batch_sharding(mesh)
 
     def place(local: np.ndarray) -> jax.Array:
         shape = (batch, local.shape[1])
-        host, hosts = host_part(mesh, *shape)
+        host, hosts = host_shard(mesh, *shape)
         offset = host * (batch // hosts)
 
         def shard(index: Any) -> np.ndarray:
@@ -126,13 +159,13 @@ def to_mesh(rows: dict[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
     return {name: place(np.asarray(value, np.int32)) for name, value in rows.items()}
 
 
-def validate(source: Source, mesh: Mesh, evaluate: Callable[[Any], Any]) -> dict[str, float]:
+def run_validation(source: BatchSource, mesh: Mesh, evaluate: Callable[[Any], Any]) -> dict[str, float]:
     """Loss by source name, and `all`: the mean over the tokens of all sources. Empty where the data set has no
     validation rows."""
     results, nll_total, tokens_total = {}, 0.0, 0.0
     for name, start in source.validation(mesh).items():
         with start() as loader:
-            sums = [evaluate(to_mesh(rows, mesh, batch=source.config.batch)) for rows in loader]
+            sums = [evaluate(make_global_batch(rows, mesh, batch=source.config.batch)) for rows in loader]
         nll, tokens = (float(sum(np.asarray(part[i], np.float64) for part in sums)) for i in (0, 1))
         results[name] = nll / max(tokens, 1.0)
         nll_total, tokens_total = nll_total + nll, tokens_total + tokens

@@ -17,28 +17,39 @@ from typing import Any
 
 import jax
 
-from halfbyte.checkpoint import PoisonedCheckpoint
-from halfbyte.metrics import Compiling, Finished, OneStepLate, Throughput
-from halfbyte.ranks import Group
-from halfbyte.recipe import Recipe
+from halfbyte.checkpoint import NonFiniteCheckpointError
+from halfbyte.distributed import ProcessGroup
+from halfbyte.io.dataclass_json import to_dict
+from halfbyte.recipes import Recipe
+from halfbyte.train.batch_source import make_global_batch, run_validation
+from halfbyte.train.metrics_log import DeferredMetrics, FinishedStep, Throughput
+from halfbyte.train.nan_guard import DivergenceGuard, Rollback, TrainingFault, find_first_nonfinite
+from halfbyte.train.precision_phases import PrecisionPhase, phase_at, phases, with_fallback_recipe
+from halfbyte.train.preflight import GIB
+from halfbyte.train.progress_display import CompileIndicator
+from halfbyte.train.resume import Goodput, ResumePoint
+from halfbyte.train.session import (
+    RunOutputs,
+    Session,
+    check_stacked_residuals_of_loops,
+    make_throughput_meter,
+    open_display,
+    open_sinks,
+    write_manifest,
+)
+from halfbyte.train.train_state import Observer, StepSnapshot, TrainState, is_due, params_checksum
+from halfbyte.train.train_step import (
+    Batch,
+    StepScheduling,
+    abstract_batch,
+    compile_train_step,
+    jit_train_step,
+    make_eval_step,
+)
 
-from .goodput import Goodput
-from .guard import Guard, Return, Trouble
-from .jsonconfig import to_dict
-from .locate import locate
-from .observing import Moment, Observer, due
-from .precision import Phase, phase_at, phases, with_fallback
-from .preflight import GIB
-from .resume import Start
-from .scheduling import Scheduling
-from .session import Outputs, Session, check_stacks_of_loops, make_meter, open_display, open_sinks, write_manifest
-from .source import to_mesh, validate
-from .state import TrainState, bit_sum
-from .step import Batch, abstract_batch, compile_train_step, jit_train_step, make_eval_step
 
-
-class Diverged(Exception):
-    """The run is in trouble that it was not told to get out of by itself, or could not."""
+class DivergedError(Exception):
+    """The run has diverged and may not, or could not, roll back."""
 
 
 @dataclass
@@ -58,20 +69,20 @@ class RunResult:
 
 
 class Loop:
-    """One run from `start` to its end."""
+    """Host loop of one run, from `start` to its end."""
 
     def __init__(
         self,
         session: Session,
-        outputs: Outputs,
-        start: Start,
+        outputs: RunOutputs,
+        start: ResumePoint,
         *,
-        begin_again: Callable[[], Start],
-        group: Group,
+        restore_for_rollback: Callable[[], ResumePoint],
+        group: ProcessGroup,
         observers: Sequence[Observer] = (),
         until: int | None = None,
     ):
-        self.begin_again, self.observers = begin_again, observers
+        self.restore_for_rollback, self.observers = restore_for_rollback, observers
         self.session, self.outputs, self.group = session, outputs, group
         self.goodput, self.capture = outputs.goodput, outputs.capture
         self.config, self.mesh = session.config, session.mesh
@@ -79,37 +90,37 @@ class Loop:
         self.step = start.step
         self.last = min(self.config.steps, until or self.config.steps)
         self.data_state = start.data_state
-        self.late = OneStepLate(energy=session.energy.joules)
+        self.late = DeferredMetrics(energy=session.energy.joules)
         self.result = RunResult(session.directory, start.step)
-        self.returns: list[Return] = list(start.returns)
+        self.returns: list[Rollback] = list(start.rollbacks)
         self.phases = phases(self.config)
         for back in self.returns:
-            self.phases = with_fallback(self.phases, back.step, back.recipe)
+            self.phases = with_fallback_recipe(self.phases, back.step, back.recipe)
         self.programs: dict[Recipe, tuple[Any, Any]] = {}
         self.tested: set[Recipe] = set()
         self.program: Any = None
         self.evaluate: Any = None
         self.meter: Throughput | None = None
         self.last_saved: int | None = start.step if start.resumed else None
-        self.guard = Guard(self.config)
+        self.guard = DivergenceGuard(self.config)
         self.guard.restart(float(jax.device_get(start.state.scaler["skipped"])))
         self.recent: deque[tuple[int, Batch]] = deque(maxlen=3)
         self.row: dict[str, Any] | None = None
 
     def run(self) -> RunResult:
-        """Every step that is left."""
+        """Runs the remaining steps."""
         began = time.monotonic()
         if self.step >= self.last:
             self.session.say(f"the run is complete at step {self.step}; raise --steps to go on")
         while True:
             try:
                 self._steps()
-                self.group.end_steps()
-                self.group.at("finish", self.step)
+                self.group.leave_step_loop()
+                self._begin("finish", self.step)
                 self._finish()
                 break
-            except Trouble as trouble:
-                self._answer(trouble)
+            except TrainingFault as fault:
+                self._handle_fault(fault)
         self.capture.finish(self.step, self.state, lambda: self.program.as_text())
         self.result.seconds = time.monotonic() - began
         self.result.params = self.state.params
@@ -126,43 +137,43 @@ class Loop:
                 loader.set_state(self.data_state)
             while self.step < self.last:
                 self._enter_phase()
-                self.group.begin_steps()
-                self.result.stopped = self.group.stop_before(self.step + 1)
+                self.group.enter_step_loop()
+                self.result.stopped = self.group.stop_reason_before(self.step + 1)
                 if self.result.stopped:
                     return
-                self._one_step(loader)
+                self._run_step(loader)
                 self._at_intervals()
 
     # Steps
 
     def _enter_phase(self) -> None:
-        """Compile the step of the phase that begins here, if one does."""
+        """Compiles the step of the phase that begins here, if one does."""
         phase = phase_at(self.phases, self.step)
         if self.program is not None and phase.start != self.step:
             return
-        self.group.at("compile", self.step)
+        self._begin("compile", self.step)
         if self.program is not None:
-            self._drain()
+            self._flush_pending_step()
             before = phase_at(self.phases, self.step - 1)
             self._note(f"PRECISION SWITCH after step {self.step}: {before.recipe.name} -> {phase.recipe.name}")
         began, how = time.monotonic(), "compiled before"
         shown = self.session.is_main and self.outputs.display is None
-        with self.outputs.store.preparing(self.state.items()), Compiling(self.session.console, shown=shown):
+        with self.outputs.store.warm_up(self.state.items()), CompileIndicator(self.session.console, shown=shown):
             if phase.recipe not in self.programs:  # a return to a checkpoint compiles nothing that it has
                 self.programs[phase.recipe] = self._compile(phase)
                 # A step's collectives wait 30 s for a peer (Gloo), and compilers may be further apart: ranks meet here.
-                self.group.share(f"compiled/{len(self.programs)}", phase.recipe.name)
+                self.group.all_gather_json(f"compiled/{len(self.programs)}", phase.recipe.name)
                 how = f"compiled in {time.monotonic() - began:.1f} s"
             self.program, self.evaluate = self.programs[phase.recipe]
-        self.meter = make_meter(self.session, phase)
+        self.meter = make_throughput_meter(self.session, phase)
         needed = self.program.memory_analysis()
         total = (needed.argument_size_in_bytes + needed.temp_size_in_bytes) / GIB if needed else 0.0
         self._note(f"{how}; the program needs {total:.2f} GiB a device")
         if self.outputs.display is None:
-            self.outputs.display = open_display(self.session, self.outputs.stack)
+            self.outputs.display = open_display(self.session, self.outputs.stack, done=self.step)
         self.late.restart_clock()
 
-    def _compile(self, phase: Phase) -> tuple[Any, Any]:
+    def _compile(self, phase: PrecisionPhase) -> tuple[Any, Any]:
         """(train step, validation step or None), compiled side by side: a compiler mostly keeps to one core. Beside
         them runs the self-test of kernels that this and all later phases rely on.
         """
@@ -173,53 +184,53 @@ class Loop:
         batch = abstract_batch(self.config, self.mesh, seq=self.session.source.seq)
         options = self.capture.compiler_options
         step = jit_train_step(self.config, resolved, self.mesh, options=options).lower(state, batch)
-        share = lambda topic, value: self.group.share(f"order/{len(self.programs)}/{topic}", value)  # noqa: E731
-        order = Scheduling(self.mesh, self.config.schedule_by, share, self._note, options)
+        share = lambda topic, value: self.group.all_gather_json(f"order/{len(self.programs)}/{topic}", value)  # noqa: E731
+        order = StepScheduling(self.mesh, self.config.schedule_by, share, self._note, options)
         check = None
         if self.config.validation.every or self.config.validation.at_end:
             check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
-            check_stacks_of_loops(self.session, ahead)
+            check_stacked_residuals_of_loops(self.session, ahead)
             return compile_train_step(step, resolved, order), check and check.compile()
-        with ThreadPoolExecutor(2) as beside:
-            stacks = beside.submit(check_stacks_of_loops, self.session, ahead)
-            evaluate = beside.submit(lambda: check and check.compile())
+        with ThreadPoolExecutor(2) as pool:
+            stacks = pool.submit(check_stacked_residuals_of_loops, self.session, ahead)
+            evaluate = pool.submit(lambda: check and check.compile())
             try:
                 return compile_train_step(step, resolved, order), evaluate.result()
             finally:
                 stacks.result()
 
-    def _one_step(self, loader: Any) -> None:
+    def _run_step(self, loader: Any) -> None:
         began = time.perf_counter()
-        self.group.at("data", self.step)
+        self._begin("data", self.step)
         rows = next(loader)
         self.data_state = loader.get_state()
-        batch = to_mesh(rows, self.mesh, batch=self.config.batch)
+        batch = make_global_batch(rows, self.mesh, batch=self.config.batch)
         waited = time.perf_counter() - began
         self._observe(batch)
         self.step += 1
-        self.group.at("step", self.step)
-        self.capture.before(self.step, self.state)
+        self._begin("step", self.step)
+        self.capture.before_step(self.step, self.state)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             self.state, values = self.program(self.state, batch)
         self.recent.append((self.step, batch))
-        self.capture.after(self.step, self.state, self.program.as_text)
-        self._emit(self.late.push(self.step, values, input_wait_s=waited))
+        self.capture.after_step(self.step, self.state, self.program.as_text)
+        self._write_step_row(self.late.enqueue(self.step, values, input_wait_s=waited))
 
     def _observe(self, batch: Any) -> None:
-        """Show what the next step is given to whoever is due, outside of the step's time."""
+        """Calls the observers that are due with the inputs of the next step, outside of the step's time."""
         for observer in self.observers:
-            if due(observer, self.step + 1):
-                self._drain()
+            if is_due(observer, self.step + 1):
+                self._flush_pending_step()
                 resolved = phase_at(self.phases, self.step).resolved(self.config)
-                moment = Moment(self.step + 1, self.config, resolved, self.mesh, self.state.params, batch)
+                moment = StepSnapshot(self.step + 1, self.config, resolved, self.mesh, self.state.params, batch)
                 for line in observer.observe(moment):
                     self._note(line)
                 self.late.restart_clock()
 
     # Numbers
 
-    def _emit(self, finished: Finished | None, **extra: Any) -> None:
+    def _write_step_row(self, finished: FinishedStep | None, **extra: Any) -> None:
         if finished is None:
             return
         assert self.meter is not None
@@ -239,48 +250,48 @@ class Loop:
         self.row = row
         self.result.loss, self.result.step = values["loss"], finished.step
         self.outputs.write(row)
-        note = self.guard.look(finished.step, values)
+        note = self.guard.check_step(finished.step, values)
         if note is not None:
             self._note(note)
 
-    def _drain(self) -> None:
-        """Wait for the newest step and write its row."""
-        self._emit(self.late.flush())
+    def _flush_pending_step(self) -> None:
+        """Waits for the newest step and writes its row."""
+        self._write_step_row(self.late.flush())
         self.late.restart_clock()
 
-    # Trouble
+    # Faults
 
-    def _answer(self, trouble: Trouble) -> None:
-        """Go back to the last checkpoint, or stop. A fault of memory needs only the weights from the disk; anything
-        else needs --on-divergence to say in which precision to go on, without the data that led here."""
-        reason = trouble.reason + self._where(trouble)
+    def _handle_fault(self, fault: TrainingFault) -> None:
+        """Rolls back to the last checkpoint, or raises DivergedError. A memory fault only needs the weights from the
+        disk; a divergence needs --on-divergence, the precision to continue in, and skips the data that led to it."""
+        reason = fault.reason + self._where(fault)
         alone = jax.process_count() == 1  # on several processes only one may have seen a fault of memory
-        willing = alone if trouble.fault else self.config.on_divergence != "stop"
-        if not willing or len(self.returns) >= self.config.guard.returns:
-            raise Diverged(self._last_words(reason, willing=willing))
+        willing = alone if fault.in_memory else self.config.on_divergence != "stop"
+        if not willing or len(self.returns) >= self.config.guard.max_rollbacks:
+            raise DivergedError(self._final_status_message(reason, willing=willing))
         self.outputs.store.wait()
-        start = self.begin_again()
-        recipe = "" if trouble.fault else self.config.on_divergence
-        skipped = 0 if trouble.fault else trouble.step - start.step
-        self.returns.append(Return(start.step, trouble.step, trouble.reason, recipe, skipped))
+        start = self.restore_for_rollback()
+        recipe = "" if fault.in_memory else self.config.on_divergence
+        skipped = 0 if fault.in_memory else fault.step - start.step
+        self.returns.append(Rollback(start.step, fault.step, fault.reason, recipe, skipped))
         self._note(
             f"{reason}. GOING BACK to "
             + (f"the checkpoint of step {start.step}" if start.resumed else "the beginning")
             + (f", skipping {skipped} batches, and on in {recipe.upper()}" if recipe else "")
-            + f" (return {len(self.returns)} of at most {self.config.guard.returns})"
+            + f" (return {len(self.returns)} of at most {self.config.guard.max_rollbacks})"
         )
-        self._go_back_to(start, skipped)
+        self._roll_back(start, skipped)
 
-    def _go_back_to(self, start: Start, skipped: int) -> None:
+    def _roll_back(self, start: ResumePoint, skipped: int) -> None:
         self.state, self.step = start.state, start.step
         index = (start.data_state or {"next_index": 0})["next_index"]
         self.data_state = {"next_index": index + skipped}
-        self.phases = with_fallback(self.phases, start.step, self.returns[-1].recipe)
+        self.phases = with_fallback_recipe(self.phases, start.step, self.returns[-1].recipe)
         self.program = None
-        self.late = OneStepLate(energy=self.session.energy.joules)
+        self.late = DeferredMetrics(energy=self.session.energy.joules)
         self.recent.clear()
         self.guard.restart(float(jax.device_get(start.state.scaler["skipped"])))
-        self.goodput.throw_away(start.goodput["productive"] if start.goodput else 0.0)
+        self.goodput.discard_since(start.goodput["productive"] if start.goodput else 0.0)
         self.last_saved = start.step if start.resumed else None
         for sink in self.outputs.sinks:
             sink.close()
@@ -288,17 +299,17 @@ class Loop:
         if self.session.is_main:
             write_manifest(self.session, self.phases, self.returns)
 
-    def _where(self, trouble: Trouble) -> str:
-        batch = dict(self.recent).get(trouble.step)
-        if trouble.fault or batch is None or "SPIKE" in trouble.reason:
+    def _where(self, fault: TrainingFault) -> str:
+        batch = dict(self.recent).get(fault.step)
+        if fault.in_memory or batch is None or "SPIKE" in fault.reason:
             return ""
-        resolved = phase_at(self.phases, trouble.step - 1).resolved(self.config)
-        step = jax.numpy.asarray(trouble.step - 1, jax.numpy.int32)
-        return "; computed again, the first that is not finite is " + locate(
+        resolved = phase_at(self.phases, fault.step - 1).resolved(self.config)
+        step = jax.numpy.asarray(fault.step - 1, jax.numpy.int32)
+        return "; computed again, the first that is not finite is " + find_first_nonfinite(
             self.config, resolved, self.mesh, self.state.params, batch, step=step
         )
 
-    def _last_words(self, reason: str, *, willing: bool) -> str:
+    def _final_status_message(self, reason: str, *, willing: bool) -> str:
         self.outputs.store.wait()
         written = self.outputs.store.steps()
         saved = f"the checkpoint of step {written[-1]} is good" if written else "there is no checkpoint yet"
@@ -310,6 +321,12 @@ class Loop:
             "at fault"
         )
 
+    def _begin(self, activity: str, step: int | None = None) -> None:
+        """Reports what this rank does from now on to its group and to the display."""
+        self.group.report_activity(activity, step)
+        if self.outputs.display is not None:
+            self.outputs.display.begin(activity)
+
     def _note(self, text: str) -> None:
         if self.outputs.display is not None:
             self.outputs.display.note(text)
@@ -319,31 +336,31 @@ class Loop:
     # Intervals
 
     def _at_intervals(self) -> None:
-        self.outputs.check_place()
+        self.outputs.assert_still_claimed()
         self.outputs.store.poll()
-        if _due(self.step, self.config.validation.every) and self.step < self.last:
-            self.group.at("validation")
+        if _is_due(self.step, self.config.validation.every) and self.step < self.last:
+            self._begin("validation")
             self._validate()
-        if _due(self.step, self.config.checkpoint.every) and self.step < self.last:
-            self.group.at("save")
+        if _is_due(self.step, self.config.checkpoint.every) and self.step < self.last:
+            self._begin("save")
             self._save()
 
     def _validate(self) -> None:
         finished = self.late.flush()  # before validation, which is not part of the step's time
         evaluate = functools.partial(self.evaluate, self.state.params, self.state.seed)
-        found = validate(self.session.source, self.mesh, evaluate)
-        self.result.validation = found
-        names = {name: "validation_loss" if name == "all" else f"validation_loss/{name}" for name in found}
-        self._emit(finished, **{names[name]: value for name, value in found.items()})
+        losses = run_validation(self.session.source, self.mesh, evaluate)
+        self.result.validation = losses
+        names = {name: "validation_loss" if name == "all" else f"validation_loss/{name}" for name in losses}
+        self._write_step_row(finished, **{names[name]: value for name, value in losses.items()})
         self.late.restart_clock()
-        text = "  ".join(f"{name} {value:.4f}" for name, value in found.items() if name != "all" or len(found) > 2)
+        text = "  ".join(f"{name} {value:.4f}" for name, value in losses.items() if name != "all" or len(losses) > 2)
         self._note(f"validation after step {self.step}: {text or 'the data set has no validation rows'}")
 
     def _save(self) -> None:
-        self._drain()  # a state whose numbers were not looked at is not worth keeping
-        if int(jax.jit(bit_sum)(self.state.params)) != int(self.state.sentinel):
-            raise Trouble(
-                self.step, f"step {self.step}: memory has changed the weights after they were written", fault=True
+        self._flush_pending_step()  # a state whose numbers were not looked at is not worth keeping
+        if int(jax.jit(params_checksum)(self.state.params)) != int(self.state.sentinel):
+            raise TrainingFault(
+                self.step, f"step {self.step}: memory has changed the weights after they were written", in_memory=True
             )
         extra = {
             "config": to_dict(self.config),
@@ -354,25 +371,28 @@ class Loop:
         }
         try:
             begun = self.outputs.store.save(self.step, self.state.items(), extra=extra)
-        except PoisonedCheckpoint as poison:
-            raise Trouble(self.step, f"step {self.step}: the state was not saved, {poison}") from None
+        except NonFiniteCheckpointError as poison:
+            raise TrainingFault(self.step, f"step {self.step}: the state was not saved, {poison}") from None
         self.last_saved = self.step if begun else self.last_saved
         self.late.restart_clock()
 
     def _finish(self) -> None:
         if self.result.stopped is None and self.program is not None and self.config.validation.at_end:
+            self._begin("validation")
             self._validate()
         else:
-            self._drain()
-        self.outputs.check_place()
+            self._flush_pending_step()
+        self.outputs.assert_still_claimed()
         if self.last_saved != self.step and self.step:
+            self._begin("save")
             self._save()
+        self._begin("finish")
         written = self.outputs.store.close()
-        self.outputs.check_place()
+        self.outputs.assert_still_claimed()
         if not written or (self.step and self.last_saved != self.step):
             lost = f"the last checkpoint (step {self.step}) could not be written; see the message above"
             raise OSError(errno.EIO, lost)
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0

@@ -15,29 +15,28 @@ import jax
 
 from halfbyte import models, ops
 from halfbyte.devices import Device, native_training
+from halfbyte.distributed import DEFAULT_RULES, default_shape, parse_mesh, total_axis_sizes
 from halfbyte.formats import BF16
-from halfbyte.metrics import Throughput, mixed_peak
 from halfbyte.models.config import EXPERT_SITES
-from halfbyte.models.context import in_loop, keeps_stacks
-from halfbyte.models.flops import FLOPS_FORMULA
-from halfbyte.nn.norm import by_xla
-from halfbyte.ops import tile_kernels
-from halfbyte.ops.grouped_linear import check_tiles
-from halfbyte.ops.tiles import tile_rows
-from halfbyte.recipe import OperandPolicy, Recipe, Resolved
-from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_sizes
+from halfbyte.models.model_context import is_scanned, uses_stacked_residuals
+from halfbyte.models.params import FLOPS_FORMULA
+from halfbyte.ops import expert_tiles
+from halfbyte.ops.expert_tiles import choose_tile_rows
+from halfbyte.ops.grouped_linear import check_grouped_support
+from halfbyte.ops.rms_norm_vjp import norm_kernel_refusal
+from halfbyte.recipes import OperandPolicy, Recipe, ResolvedPolicy
+from halfbyte.train.metrics_log import Throughput, weighted_peak_flops
+from halfbyte.train.train_config import TrainConfig
 
-from .config import TrainConfig
-
-FOUR_BITS = 4
-PLAIN = str(BF16.unit)
-XLA = "xla"
-BY_XLA = ("carrier", "reference")  # backends whose GEMMs are XLA's
-TILES = "tiles"  # of experts: tiles of rows, each multiplied with its expert's matrix
+FP4_BITS = 4
+BF16_UNIT = str(BF16.hardware_unit)
+XLA_NAME = "xla"
+XLA_BACKENDS = ("emulated", "reference")  # backends whose GEMMs are XLA's
+TILES_NAME = "tiles"  # of experts: tiles of rows, each multiplied with its expert's matrix
 
 
 @dataclass(frozen=True)
-class Gemm:
+class GemmEntry:
     """One of the three GEMMs of a linear."""
 
     left: str
@@ -55,7 +54,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Site:
+class LinearEntry:
     """One linear over layers [first, last)."""
 
     path: str
@@ -65,7 +64,7 @@ class Site:
     n: int
     recipe: str
     backend: str
-    gemms: dict[str, Gemm]
+    gemms: dict[str, GemmEntry]
     flops: float
     """Of one step, all layers of the segment, three GEMMs."""
     passed_over: dict[str, str]
@@ -75,14 +74,14 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class PrecisionManifest:
     """All sites, and what they add up to. Shares are of all FLOPs of a step, attention included."""
 
     device: str
     recipe: str
     policy: str
     flops_formula: str
-    sites: tuple[Site, ...]
+    sites: tuple[LinearEntry, ...]
     step_flops: float
     share_4bit: float
     share_by_multiplier: dict[str, float]
@@ -95,19 +94,21 @@ class Manifest:
 
     def peak(self, device: Device) -> float | None:
         """Dense peak, in FLOP/s, of this mix of multipliers on `device`; None where a peak is not known."""
-        return mixed_peak(self.share_by_multiplier, device.peak)
+        return weighted_peak_flops(self.share_by_multiplier, device.peak)
 
     def meter(self, device: Device, *, tokens: int, devices: int) -> Throughput:
         """Rates of a step of `tokens` on `devices` of this kind, MFU against `peak`: for the trainer and for bench."""
         return Throughput(tokens, self.step_flops / tokens, devices, self.peak(device))
 
 
-def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, seq: int, device: Device) -> Manifest:
+def build_precision_manifest(
+    config: TrainConfig, resolved: ResolvedPolicy, recipe: Recipe, *, seq: int, device: Device
+) -> PrecisionManifest:
     """The manifest of one precision phase. Raises ValueError where a backend cannot serve a site."""
     ops.check_backend(config.precision.backend)
     rows = config.batch // config.accumulate
     sites = []
-    for site in models.gemm_sites(config.model, rows, seq):
+    for site in models.linear_shapes(config.model, rows, seq):
         for first, last, chosen in _spans(site, resolved, config.model.layers):
             if site.experts:
                 beside = _expert_recipes(resolved, first, last)
@@ -121,10 +122,10 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
     for entry in sites:
         for gemm in entry.gemms.values():
             by_multiplier[gemm.runs_in] = by_multiplier.get(gemm.runs_in, 0.0) + entry.flops / 3 / total
-            four_bit += entry.flops / 3 / total if gemm.bits == FOUR_BITS else 0.0
+            four_bit += entry.flops / 3 / total if gemm.bits == FP4_BITS else 0.0
     attention = 1 - sum(by_multiplier.values())
-    by_multiplier[PLAIN] = by_multiplier.get(PLAIN, 0.0) + attention
-    return Manifest(
+    by_multiplier[BF16_UNIT] = by_multiplier.get(BF16_UNIT, 0.0) + attention
+    return PrecisionManifest(
         device=device.name,
         recipe=recipe.name,
         policy=config.policy,
@@ -137,19 +138,19 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
     )
 
 
-def _norms(config: TrainConfig, resolved: Resolved, rows: int, seq: int, device: Device) -> str:
-    parts, model = _cuts(config), config.model
+def _norms(config: TrainConfig, resolved: ResolvedPolicy, rows: int, seq: int, device: Device) -> str:
+    parts, model = _shard_counts(config), config.model
     shape = rows // parts("batch"), seq // parts("residual_seq"), model.embed
-    looped = in_loop(model, config.unroll) and not keeps_stacks(config.unroll, config.remat)
-    reason = by_xla(shape, config.precision.compute_dtype, looped=looped, device=device)
+    looped = is_scanned(model, config.unroll) and not uses_stacked_residuals(config.unroll, config.remat)
+    reason = norm_kernel_refusal(shape, config.precision.compute_dtype, looped=looped, device=device)
     if reason is not None:
-        return f"{XLA}: {reason}"
+        return f"{XLA_NAME}: {reason}"
     return "kernels"
 
 
-def _cuts(config: TrainConfig) -> Callable[..., int]:
+def _shard_counts(config: TrainConfig) -> Callable[..., int]:
     """Into how many parts the run's mesh cuts dims of these logical axes."""
-    shape = whole_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
+    shape = total_axis_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
 
     def cut(*names: str | None) -> int:
         axes = {axis for name in names if name for axis in DEFAULT_RULES.mesh_axes(name)}
@@ -158,25 +159,25 @@ def _cuts(config: TrainConfig) -> Callable[..., int]:
     return cut
 
 
-def native_sites(
-    manifest: Manifest, resolved: Resolved, *, experts: bool = False
+def native_linears(
+    manifest: PrecisionManifest, resolved: ResolvedPolicy, *, experts: bool = False
 ) -> list[tuple[str, Recipe, tuple[int, int, int]]]:
     """(path and layers, recipe, sizes on a device) of each linear that the native backend serves; or of each whose
     `experts` have native GEMMs."""
     found = []
     for site in manifest.sites:
         by_units = any(gemm.multiplied_by == "native" for gemm in site.gemms.values())
-        if (site.backend == TILES and by_units) if experts else site.backend == "native":
+        if (site.backend == TILES_NAME and by_units) if experts else site.backend == "native":
             first, last = site.layers
             layered = site.path.startswith("layers/")
             where = f"{site.path}, layers {first} to {last - 1}" if layered else site.path
-            found.append((where, resolved.at(site.path, first if layered else None), site.on_device))
+            found.append((where, resolved.recipe_at(site.path, first if layered else None), site.on_device))
     return found
 
 
-def _spans(site: models.GemmSite, resolved: Resolved, layers: int) -> list[tuple[int, int, Recipe]]:
+def _spans(site: models.LinearShape, resolved: ResolvedPolicy, layers: int) -> list[tuple[int, int, Recipe]]:
     if not site.path.startswith("layers/"):
-        return [(0, 1, resolved.at(site.path))]
+        return [(0, 1, resolved.recipe_at(site.path))]
     spans: list[tuple[int, int, Recipe]] = []
     for segment in resolved.segments:
         chosen = segment.recipes[site.path]
@@ -188,98 +189,108 @@ def _spans(site: models.GemmSite, resolved: Resolved, layers: int) -> list[tuple
 
 
 def _describe(
-    site: models.GemmSite, layers: tuple[int, int], chosen: Recipe, config: TrainConfig, device: Device
-) -> Site:
+    site: models.LinearShape, layers: tuple[int, int], chosen: Recipe, config: TrainConfig, device: Device
+) -> LinearEntry:
     problem = _problem(site, chosen, config, device)
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
     try:
-        choice = ops.choose(config.precision.backend, problem) if chosen.quantized else None
+        choice = ops.choose_backend(config.precision.backend, problem) if chosen.quantized else None
     except ValueError as error:
         raise ValueError(f"{site.path}, layers {layers[0]} to {layers[1] - 1}: {error}") from None
-    gemms = gemms_of(problem, choice, ahead=config.accumulate > 1)
-    passed_over = {} if choice is None else ops.passed_over(problem, choice.name)
-    backend = XLA if choice is None else choice.name
+    gemms = gemm_entries(problem, choice, ahead=config.accumulate > 1)
+    passed_over = {} if choice is None else ops.rejected_backends(problem, choice.name)
+    backend = XLA_NAME if choice is None else choice.name
     own = problem.tokens, problem.inputs, problem.outputs
-    return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over, own)
+    return LinearEntry(
+        site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over, own
+    )
 
 
-def _expert_recipes(resolved: Resolved, first: int, last: int) -> list[Recipe]:
+def _expert_recipes(resolved: ResolvedPolicy, first: int, last: int) -> list[Recipe]:
     """Of the linears that share the tiles of these layers."""
     segments = (segment for segment in resolved.segments if first <= segment.start < last)
     return [segment.recipes[f"layers/mlp/{name}"] for segment in segments for name in EXPERT_SITES]
 
 
 def _describe_experts(
-    site: models.GemmSite, layers: tuple[int, int], chosen: Recipe, beside: Sequence[Recipe], config: TrainConfig,
+    site: models.LinearShape, layers: tuple[int, int], chosen: Recipe, beside: Sequence[Recipe], config: TrainConfig,
     device: Device,
-) -> Site:  # fmt: skip
+) -> LinearEntry:  # fmt: skip
     problem, backend, sides = _problem(site, chosen, config, device), config.precision.backend, (site.k, site.n)
-    check_tiles([chosen], backend)
+    check_grouped_support([chosen], backend)
     rows = problem.tokens * problem.inputs * problem.outputs // (site.k * site.n)  # of all its experts, on average
-    tile, dtypes = tile_rows(rows, site.experts, beside, device=device), (problem.dtype, problem.weight_dtype)
-    reason = tile_kernels.unscaled(chosen, sides, device, backend=backend, tile=tile, dtypes=dtypes)
-    gemms = gemms_of(problem, None, sides=sides, scaled=reason is None)
+    tile, dtypes = choose_tile_rows(rows, site.experts, beside, device=device), (problem.dtype, problem.weight_dtype)
+    reason = expert_tiles.block_scaled_refusal(chosen, sides, device, backend=backend, tile=tile, dtypes=dtypes)
+    gemms = gemm_entries(problem, None, sides=sides, scaled=reason is None)
     wanted = backend == "auto" and chosen.quantized and native_training(device, "nvfp4")
     passed = {"native": reason} if wanted and reason else {}
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
     own = rows, site.k, site.n
-    return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES, gemms, flops, passed, own)
+    return LinearEntry(
+        site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES_NAME, gemms, flops, passed, own
+    )
 
 
-def gemms_of(
-    problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool = False, sides: tuple[int, int] | None = None,
-    scaled: bool = False,
-) -> dict[str, Gemm]:  # fmt: skip
+def gemm_entries(
+    problem: ops.LinearProblem, choice: ops.BackendChoice | None, *, ahead: bool = False,
+    sides: tuple[int, int] | None = None, scaled: bool = False,
+) -> dict[str, GemmEntry]:  # fmt: skip
     """The GEMMs of a linear that `choice` serves (None: XLA, in bf16, or the tiles of experts whose matrices have these
     `sides`, multiplied as codes if `scaled`); weights may be made `ahead` of their use."""
     return {gemm.name: _gemm(gemm, problem, choice, ahead=ahead, sides=sides, scaled=scaled) for gemm in problem.gemms}
 
 
 def _gemm(
-    gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool, sides: tuple[int, int] | None,
-    scaled: bool,
-) -> Gemm:  # fmt: skip
+    gemm: ops.GemmKind, problem: ops.LinearProblem, choice: ops.BackendChoice | None, *, ahead: bool,
+    sides: tuple[int, int] | None, scaled: bool,
+) -> GemmEntry:  # fmt: skip
     policies = [getattr(problem.recipe, role) for role in gemm.roles]
-    backend, makers = XLA, tuple(XLA for _ in gemm.roles)
+    backend, makers = XLA_NAME, tuple(XLA_NAME for _ in gemm.roles)
     if choice is not None:
-        backend, makers = choice.multiplier(gemm).name, tuple(choice.maker(role, ahead=ahead) for role in gemm.roles)
+        backend, makers = (
+            choice.gemm_backend(gemm).name,
+            tuple(choice.operand_passes(role, ahead=ahead) for role in gemm.roles),
+        )
     elif scaled:
         backend, makers = "native", tuple("native" for _ in gemm.roles)
     elif sides is not None:
-        backend = "fused" if tile_kernels.multiplies(*sides, device=problem.device) else "reference"
-        made = [tile_kernels.makes(role, getattr(problem.recipe, role), sides, problem.device) for role in gemm.roles]
-        makers = tuple("fused" if own else XLA for own in made)
+        backend = "fused" if expert_tiles.has_grouped_gemm_kernel(*sides, device=problem.device) else "reference"
+        made = [
+            expert_tiles.has_quantize_kernel(role, getattr(problem.recipe, role), sides, problem.device)
+            for role in gemm.roles
+        ]
+        makers = tuple("fused" if own else XLA_NAME for own in made)
     carriers = sides is not None and not scaled  # tiles of experts, whatever the format
-    runs_in = PLAIN if carriers else _multiplier((policies[0], policies[1]), backend, problem.device)
-    return Gemm(
-        left=f"{policies[0]}{_beside(gemm, problem.recipe)}",
+    runs_in = BF16_UNIT if carriers else _multiplier((policies[0], policies[1]), backend, problem.device)
+    return GemmEntry(
+        left=f"{policies[0]}{_extra_x_terms(gemm, problem.recipe)}",
         right=str(policies[1]),
         bits=max(policy.format.element.bits if policy.format.element else 16 for policy in policies),
         runs_in=runs_in,
         execution=_execution((policies[0], policies[1]), runs_in),
-        multiplied_by=XLA if backend in BY_XLA else backend,
+        multiplied_by=XLA_NAME if backend in XLA_BACKENDS else backend,
         made_by=makers,
     )
 
 
-def _beside(gemm: ops.Gemm, recipe: Recipe) -> str:
+def _extra_x_terms(gemm: ops.GemmKind, recipe: Recipe) -> str:
     """What a recipe does with x that its operand's policy does not say."""
-    return " and of what that leaves over" if recipe.remainder and gemm is ops.gemms.FPROP else ""
+    return " and of what that leaves over" if recipe.remainder and gemm is ops.gemm_problem.FPROP else ""
 
 
-def _problem(site: models.GemmSite, chosen: Recipe, config: TrainConfig, device: Device) -> ops.Problem:
+def _problem(site: models.LinearShape, chosen: Recipe, config: TrainConfig, device: Device) -> ops.LinearProblem:
     """The linear as one device of the run's mesh multiplies it: its tokens, its features, a weight that is gathered."""
-    cut = _cuts(config)
+    cut = _shard_counts(config)
     inputs, outputs = site.axes
     tensor = [1 if name == "embed" else cut(name) for name in (inputs, outputs)]
-    return ops.Problem(
+    return ops.LinearProblem(
         chosen,
         site.tokens // cut("batch", "seq"),
         site.k // tensor[0],
         site.n // tensor[1],
         device,
         dtype=config.precision.compute_dtype,
-        parts=(cut("embed") if inputs == "embed" else 1, cut("embed") if outputs == "embed" else 1),
+        weight_shards=(cut("embed") if inputs == "embed" else 1, cut("embed") if outputs == "embed" else 1),
     )
 
 
@@ -288,12 +299,17 @@ def _multiplier(policies: tuple[OperandPolicy, OperandPolicy], backend: str, dev
     bf16. Formats with one scale a tensor go into their unit under every backend but the reference."""
     left, right = (policy.format for policy in policies)
     used = backend == "native" or (left.block is None and backend != "reference")
-    if left.unit is not None and left.unit == right.unit and used and native_training(device, left.unit):
-        return left.unit
-    return PLAIN
+    if (
+        left.hardware_unit is not None
+        and left.hardware_unit == right.hardware_unit
+        and used
+        and native_training(device, left.hardware_unit)
+    ):
+        return left.hardware_unit
+    return BF16_UNIT
 
 
 def _execution(policies: tuple[OperandPolicy, OperandPolicy], runs_in: str) -> str:
     if not any(policy.format.quantized for policy in policies):
         return "plain"
-    return "native" if runs_in != PLAIN else "emulated"
+    return "native" if runs_in != BF16_UNIT else "emulated"

@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import jax
 
-from halfbyte.program import Unreadable
-
-from .breakdown import breakdown
+from halfbyte.hlo import HloParseError
+from halfbyte.hlo.trace_breakdown import step_time_breakdown
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ProfileConfig:
             )
 
 
-class Capture:
+class ProfileCapture:
     """Starts before step `profile_start` and ends after `profile_stop`, or with the run; `shares` holds the breakdown
     afterwards."""
 
@@ -57,7 +56,7 @@ class Capture:
         """
         return {"xla_gpu_enable_command_buffer": ""} if self._config.profile == "xprof" else {}
 
-    def before(self, step: int, state: Any) -> None:
+    def before_step(self, step: int, state: Any) -> None:
         """Call before dispatching `step`, with what the step before leaves.
 
         Waits for it: starting a profiler takes longer than a step, and the device would stand idle in the trace.
@@ -74,7 +73,7 @@ class Capture:
         elif refused := _cuda_profiler("cudaProfilerStart"):
             self._say(f"NOTHING IS CAPTURED: {refused}")
 
-    def after(self, step: int, result: Any, program_text: Callable[[], str]) -> None:
+    def after_step(self, step: int, result: Any, program_text: Callable[[], str]) -> None:
         """Call after dispatching `step` with something to wait for."""
         if self._running and step == self._config.profile_stop:
             self._end(step, result, program_text)
@@ -101,8 +100,8 @@ class Capture:
         self._say(f"trace of {steps} in {self._directory} (open with xprof or Perfetto)")
         if traces:
             try:
-                self.shares = breakdown(traces[-1], program_text())
-            except Unreadable as error:  # the run goes on: its trace is there to be read by other means
+                self.shares = step_time_breakdown(traces[-1], program_text())
+            except HloParseError as error:  # the run goes on: its trace is there to be read by other means
                 self._say(f"no breakdown of step time: {error}")
         if self.shares:
             parts = "  ".join(f"{name} {100 * share:.1f}%" for name, share in self.shares.items())

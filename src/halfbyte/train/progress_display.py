@@ -3,46 +3,52 @@
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from halfbyte.inputs import printable
+from halfbyte.io import escape_control_chars
 
 Row = Mapping[str, Any]
 BARS = "▁▂▃▄▅▆▇█"
+RUNNING_STEPS = frozenset({"data", "step"})
+"""Activities of the loop that make up a step."""
+ACTIVITIES = {
+    "compile": "compiling",
+    "validation": "validating",
+    "save": "writing a checkpoint",
+    "finish": "waiting until the checkpoint is written",
+}
+SLOW_STEP_S = 2.0
 
 
-class Display(Protocol):
+class ProgressDisplay(Protocol):
     """Shows steps and notes."""
 
     def step(self, row: Row) -> None: ...
 
     def note(self, text: str) -> None: ...
 
+    def begin(self, activity: str) -> None:
+        """Shows what the loop does from now on: a key of `ACTIVITIES`, or one of `RUNNING_STEPS`."""
+
     def close(self) -> None: ...
 
 
-def make_display(console: Console, *, title: str, steps: int, every: int = 1) -> "Display":
-    """A live panel if `console` is a terminal, plain lines if not."""
+def make_display(console: Console, *, title: str, steps: int, every: int = 1, done: int = 0) -> "ProgressDisplay":
+    """A live panel if `console` is a terminal, plain lines if not; `done` steps are behind the run."""
     if console.is_terminal:
-        return Panel(console, title=title, steps=steps)
-    return Lines(console, steps=steps, every=every)
+        return PanelDisplay(console, title=title, steps=steps, done=done)
+    return LineDisplay(console, steps=steps, every=every)
 
 
-def cells(row: Row) -> dict[str, str]:
+def step_cells(row: Row) -> dict[str, str]:
     """The numbers of a step as text, by label, in the order they are shown."""
     mfu, time_s, tflops = row.get("mfu"), row["step_time_s"], row["tflops_per_device"]
     wait = 100 * row.get("input_wait_s", 0.0) / max(time_s, 1e-9)
@@ -61,14 +67,14 @@ def cells(row: Row) -> dict[str, str]:
     return shown
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`m:ss` or `h:mm:ss`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class Compiling:
+class CompileIndicator:
     """Says that a program is being compiled, and for how long: a clock on a terminal, a line every half minute
     elsewhere. A context manager; `shown=False` says nothing."""
 
@@ -94,14 +100,14 @@ class Compiling:
             self._live.stop()
 
     def _clock(self) -> Text:
-        return Text(f"compiling ... {clock(time.monotonic() - self._began)}", style="yellow")
+        return Text(f"compiling ... {format_duration(time.monotonic() - self._began)}", style="yellow")
 
     def _lines(self) -> None:
         while not self._done.wait(self.LINE_S):
-            self._console.print(f"still compiling, {clock(time.monotonic() - self._began)}", soft_wrap=True)
+            self._console.print(f"still compiling, {format_duration(time.monotonic() - self._began)}", soft_wrap=True)
 
 
-class Lines:
+class LineDisplay:
     """One line every `every` steps, the first and the last."""
 
     def __init__(self, console: Console, *, steps: int, every: int):
@@ -110,55 +116,89 @@ class Lines:
     def step(self, row: Row) -> None:
         if row["step"] % self._every and row["step"] not in (1, self._steps):
             return
-        numbers = "  ".join(f"{label} {value}" for label, value in cells(row).items())
+        numbers = "  ".join(f"{label} {value}" for label, value in step_cells(row).items())
         self.note(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  {numbers}")
 
     def note(self, text: str) -> None:
-        self._console.print(Text(printable(text)), soft_wrap=True)
+        self._console.print(Text(escape_control_chars(text)), soft_wrap=True)
+
+    def begin(self, activity: str) -> None:
+        pass
 
     def close(self) -> None:
         pass
 
 
-class Panel:
-    """A progress bar, the numbers of the last step and the curve of the loss, redrawn in place; notes scroll above
-    it."""
+class PanelDisplay:
+    """A progress bar, the numbers of the last step, the curve of the loss and the present activity, redrawn in place;
+    notes scroll above it."""
 
-    def __init__(self, console: Console, *, title: str, steps: int):
+    def __init__(self, console: Console, *, title: str, steps: int, done: int = 0):
         self._width = max(10, min(console.width - 34, 100))
         self._losses: list[float] = []
         self._row: Row | None = None
-        self._title = Text(f"\n{printable(title)}", style="bold")
-        columns = (BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, TextColumn("left"), expand=True)
-        self._task = self._progress.add_task("", total=steps)
+        self._steps, self._done = steps, done
+        self._times: deque[float] = deque(maxlen=20)
+        self._title = Text(f"\n{escape_control_chars(title)}", style="bold")
+        self._began: float | None = None  # of the first step
+        self._activity, self._since = "", time.monotonic()
+        columns = (BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[times]}", style="cyan"))
+        self._progress = Progress(*columns, expand=True)
+        self._task = self._progress.add_task("", total=steps, completed=done, times="")
         self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=8)
         self._live.start()
 
+    def begin(self, activity: str) -> None:
+        if activity in RUNNING_STEPS and self._began is None:
+            self._began = time.monotonic()
+        if activity != self._activity and not {activity, self._activity} <= RUNNING_STEPS:
+            self._since = time.monotonic()
+        self._activity = activity
+
     def step(self, row: Row) -> None:
-        if self._row is None:  # the first result ends compilation: times are counted from here
-            self._progress.reset(self._task, completed=row["step"])
-        self._row = row
+        self._row, self._done, self._since = row, row["step"], time.monotonic()
         self._losses.append(row["loss"])
+        self._times.append(row["step_time_s"])
         self._progress.update(self._task, completed=row["step"])
 
     def note(self, text: str) -> None:
-        self._live.console.print(Text(printable(text)))
+        self._live.console.print(Text(escape_control_chars(text)))
 
     def close(self) -> None:
+        self._activity = ""
         self._live.stop()
 
     def _picture(self) -> Group:
+        now = time.monotonic()
+        self._progress.update(self._task, times=self._elapsed(now))
         if self._row is None:
-            return Group(self._title, self._progress, Text("compiling the first step ...", style="yellow"))
-        shown = cells(self._row)
+            return Group(self._title, self._progress, self._status(now))
+        shown = step_cells(self._row)
         table = Table.grid(*shown, expand=True, padding=(0, 1))
         table.add_row(*(Text(label, style="dim") for label in shown))
         table.add_row(*(Text(value, style="bold green" if label == "loss" else "") for label, value in shown.items()))
-        return Group(self._title, self._progress, table, self._curve())
+        return Group(self._title, self._progress, table, self._curve(), self._status(now))
+
+    def _elapsed(self, now: float) -> str:
+        """Time since the first step began, and what is left at the speed of the last steps."""
+        if self._began is None:
+            return ""
+        elapsed = format_duration(now - self._began)
+        if not self._times:
+            return elapsed
+        left = (self._steps - self._done) * sum(self._times) / len(self._times)
+        return f"{elapsed}, {format_duration(left)} left"
+
+    def _status(self, now: float) -> Text:
+        """The activity and its duration; of steps, only where one takes longer than it takes to read a line."""
+        seconds = now - self._since
+        if not self._activity or (self._activity in RUNNING_STEPS and self._row is not None and seconds < SLOW_STEP_S):
+            return Text()
+        words = ACTIVITIES.get(self._activity) or f"running step {min(self._done + 1, self._steps)}"
+        return Text(f"{words} ... {format_duration(seconds)}", style="yellow")
 
     def _curve(self) -> Text:
-        points = resample([loss for loss in self._losses if loss - loss == 0], self._width)
+        points = bucket_means([loss for loss in self._losses if loss - loss == 0], self._width)
         if len(points) < 2:
             return Text()
         low, high = min(points), max(points)
@@ -166,7 +206,7 @@ class Panel:
         return Text.assemble((f"{high:7.3f} ", "dim"), drawn, (f" {points[-1]:.3f}", "bold"), ends)
 
 
-def resample(values: list[float], width: int) -> list[float]:
+def bucket_means(values: list[float], width: int) -> list[float]:
     """At most `width` means of consecutive runs of `values`."""
     if len(values) <= width:
         return list(values)

@@ -8,28 +8,26 @@ from typing import Any
 
 from rich.console import Console
 
-from halfbyte.conformance import ask_card
-from halfbyte.inputs.compile_cache import use_compile_cache
-from halfbyte.profiling import Capture, ProfileConfig
-from halfbyte.ranks import Group, Limits, Signals
-
-from .claim import Claim
-from .config import TrainConfig
-from .directory import set_rows_aside, take
-from .goodput import Goodput
-from .loop import Loop, RunResult
-from .observing import Observer
-from .resume import Initial, Start, begin, common_facts
-from .session import (
-    Outputs,
+from halfbyte.distributed import ProcessGroup, SignalHandler, WatchdogLimits
+from halfbyte.io.disk_cache import enable_compile_cache
+from halfbyte.ops import run_gemm_selftest_once
+from halfbyte.train.loop import Loop, RunResult
+from halfbyte.train.profiler import ProfileCapture, ProfileConfig
+from halfbyte.train.resume import Goodput, InitialParamsFn, ResumePoint, facts_equal_on_all_ranks, resume_or_initialize
+from halfbyte.train.run_directory import archive_metrics, open_run
+from halfbyte.train.run_identity import RunDirectoryClaim
+from halfbyte.train.session import (
+    RunOutputs,
     Session,
-    check_native_gemms,
-    dropped_rows,
+    count_discarded_rows,
+    finalize_directory,
+    log_run_header,
     open_session,
     open_sinks,
-    settle_directory,
-    show_start,
+    selftest_native_gemms,
 )
+from halfbyte.train.train_config import TrainConfig
+from halfbyte.train.train_state import Observer
 
 
 def train(
@@ -39,12 +37,13 @@ def train(
     console: Console,
     allow_change: bool = False,
     profile: ProfileConfig | None = None,
-    group: Group | None = None,
-    initial: Initial | None = None,
+    group: ProcessGroup | None = None,
+    initial: InitialParamsFn | None = None,
     observers: Sequence[Observer] = (),
     until: int | None = None,
     opened: Callable[[Path, str], object] = lambda directory, run: None,
     committed: Callable[[int], object] = lambda step: None,
+    notes: Callable[[int, int], Sequence[str]] = lambda seq, steps: (),
 ) -> RunResult:
     """Train to the last step, to step `until` of the same schedule, or to a signal; resume by itself when the directory
     has a checkpoint.
@@ -52,61 +51,81 @@ def train(
     `group` is this process among its peers, with signals in the caller's hands; without one the run is alone and
     takes its signals itself. `initial` makes the weights of a run that has `init_from`. `observers` are shown some
     steps. `opened` is called on the main process with the directory and the run's name, once both are the run's;
-    `committed` with the step of each checkpoint that was written whole.
+    `committed` with the step of each checkpoint that was written whole. `notes(seq, steps)` returns lines that are
+    logged before the first of `steps` steps of `seq` tokens per sequence.
     """
     with ExitStack() as stack:
         if group is None:
-            group = stack.enter_context(_alone(config))
+            group = stack.enter_context(_single_process_group(config))
         say = functools.partial(console.print, soft_wrap=True, markup=False)
         if config.compile_cache:
-            use_compile_cache(config.compile_cache)
-        group.agree("config", common_facts(config, directory, allow_change=allow_change))
-        claim = stack.enter_context(Claim(directory)) if group.rank == 0 else None
+            enable_compile_cache(config.compile_cache)
+        group.assert_equal_across_ranks(
+            "config", facts_equal_on_all_ranks(config, directory, allow_change=allow_change)
+        )
+        claim = stack.enter_context(RunDirectoryClaim(directory)) if group.rank == 0 else None
         if config.precision.backend == "auto":
-            group.agree("card", {"native GEMMs that are believed": ask_card(say) is None})
+            group.assert_equal_across_ranks(
+                "card", {"native GEMMs that are believed": run_gemm_selftest_once(say) is None}
+            )
         session = open_session(config, directory, console=console, allow_change=allow_change)
-        group.agree("data", {"content of the data set": session.content})
-        show_start(session)
-        check_native_gemms(session)
-        group.at("restore")
+        group.assert_equal_across_ranks("data", {"content of the data set": session.content})
+        log_run_header(session)
+        selftest_native_gemms(session)
+        group.report_activity("restore")
         options: Any = {"is_main": session.is_main, "say": session.say, "committed": committed}
-        taken = take(session.found, config, session.content, **options)
+        taken = open_run(session.existing_run, config, session.content, **options)
         stack.callback(taken.store.release)
-        group.agree("checkpoints", {"checkpoints seen": taken.store.steps()})
+        group.assert_equal_across_ranks("checkpoints", {"checkpoints seen": taken.store.steps()})
         restore = functools.partial(
-            begin, config, session.mesh, taken.store, content=session.content, say=session.say, initial=initial
+            resume_or_initialize,
+            config,
+            session.mesh,
+            taken.store,
+            content=session.content,
+            say=session.say,
+            initial=initial,
         )
         start = restore(allow=session.allow_change)
-        group.agree("start", {"restored step": start.step})
-        goodput = Goodput.resumed(start.goodput, dropped_rows(session, start.step))
+        group.assert_equal_across_ranks("start", {"restored step": start.step})
+        group.report_activity("start")
+        goodput = Goodput.resumed(start.goodput, count_discarded_rows(session, start.step))
         _announce(session, start)
-        settle_directory(session, taken, start.returns)
+        if session.is_main:  # only its lines are shown
+            for line in notes(session.source.seq, min(config.steps, until or config.steps) - start.step):
+                session.say(line)
+        finalize_directory(session, taken, start.rollbacks)
         if session.is_main:
             opened(session.directory, taken.identity.run)
         sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
-        capture = Capture(profile or ProfileConfig(), session.directory / "profile", say=session.say)
-        outputs = Outputs(stack, taken.store, sinks, goodput, capture, claim=claim)
-        begin_again = functools.partial(restore, allow=True)
+        capture = ProfileCapture(profile or ProfileConfig(), session.directory / "profile", say=session.say)
+        outputs = RunOutputs(stack, taken.store, sinks, goodput, capture, claim=claim)
         return Loop(
-            session, outputs, start, begin_again=begin_again, group=group, observers=observers, until=until
+            session,
+            outputs,
+            start,
+            restore_for_rollback=functools.partial(restore, allow=True),
+            group=group,
+            observers=observers,
+            until=until,
         ).run()
 
 
 @contextmanager
-def _alone(config: TrainConfig) -> Iterator[Group]:
+def _single_process_group(config: TrainConfig) -> Iterator[ProcessGroup]:
     """The group of a run without peers, which takes its signals itself."""
-    group = Group(limits=Limits(progress=config.watchdog_s)).open()
-    with Signals(group.request_stop), closing(group):
+    group = ProcessGroup(limits=WatchdogLimits(step_timeout_s=config.watchdog_s)).open()
+    with SignalHandler(group.request_stop), closing(group):
         yield group
 
 
-def _announce(session: Session, start: Start) -> None:
+def _announce(session: Session, start: ResumePoint) -> None:
     if start.resumed:
         session.say(f"resuming {session.directory} after step {start.step}")
         return
-    aside = set_rows_aside(session.directory) if session.is_main else None
-    if session.found.values:
-        kept = f"; the rows of the start before are kept in {aside.name}" if aside else ""
+    archive = archive_metrics(session.directory) if session.is_main else None
+    if session.existing_run.values:
+        kept = f"; the rows of the start before are kept in {archive.name}" if archive else ""
         session.say(f"{session.directory} has no checkpoint yet: STARTING AT STEP 0{kept}")
     else:
         session.say(f"run directory: {session.directory}")

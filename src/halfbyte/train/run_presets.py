@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 
 from halfbyte import models
-from halfbyte.optim import OptimizerConfig
-from halfbyte.train import CheckpointConfig, LogConfig, PrecisionConfig, TrainConfig, ValidationConfig
+from halfbyte.train.optimizers import OptimizerConfig
+from halfbyte.train.train_config import CheckpointConfig, LogConfig, PrecisionConfig, TrainConfig, ValidationConfig
 
 
-def _demo(name: str) -> TrainConfig:
+def _demo_preset(name: str) -> TrainConfig:
     """On the embedded corpus: minutes on a laptop."""
     return TrainConfig(
         name=name,
@@ -30,7 +30,7 @@ def _demo(name: str) -> TrainConfig:
     )
 
 
-def _small(name: str, *, learning_rate: float, batch: int, seq: int) -> TrainConfig:
+def _small_preset(name: str, *, learning_rate: float, batch: int, seq: int) -> TrainConfig:
     """A size of the low-precision literature."""
     return TrainConfig(
         name=name,
@@ -44,7 +44,7 @@ def _small(name: str, *, learning_rate: float, batch: int, seq: int) -> TrainCon
     )
 
 
-def _large(name: str, *, batch: int, seq: int, learning_rate: float, remat: str, mesh: str = "") -> TrainConfig:
+def _large_preset(name: str, *, batch: int, seq: int, learning_rate: float, remat: str, mesh: str = "") -> TrainConfig:
     """On one device, or FSDP over all of them; or the mesh that is given."""
     return TrainConfig(
         name=name,
@@ -61,49 +61,51 @@ def _large(name: str, *, batch: int, seq: int, learning_rate: float, remat: str,
     )
 
 
-def _rack(name: str, *, mesh: str, devices: int, learning_rate: float) -> TrainConfig:
-    """A sequence a device. The fastest layout that was found for racks of GB300 (docs/distributed.md): weights over all
-    of them and nothing else, gradients that travel in bfloat16, the MLP in the run's recipe and attention's linears in
-    MXFP8.
+def _nvl72_preset(name: str, *, mesh: str, devices: int, learning_rate: float) -> TrainConfig:
+    """One sequence per device. The fastest layout of a search for racks of GB300 (docs/distributed.md): only weights
+    are sharded, over all of them, gradients are reduced in bfloat16, the MLP in the run's recipe and attention's
+    linears in MXFP8.
     """
-    made = _large(name, mesh=mesh, batch=devices, seq=8192, learning_rate=learning_rate, remat="quantized")
-    return dataclasses.replace(made, policy="mlp_mxfp8", precision=PrecisionConfig(reduce_dtype="bfloat16"))
+    base = _large_preset(name, mesh=mesh, batch=devices, seq=8192, learning_rate=learning_rate, remat="quantized")
+    return dataclasses.replace(base, policy="mlp_mxfp8", precision=PrecisionConfig(reduce_dtype="bfloat16"))
 
 
-def _experts(name: str, *, mesh: str, batch: int, accumulate: int = 1) -> TrainConfig:
+def _moe_preset(name: str, *, mesh: str, batch: int, accumulate: int = 1) -> TrainConfig:
     """Devices share the experts. `tensor` and microbatches keep the tokens few that every device holds at once."""
-    made = _large(name, mesh=mesh, batch=batch, seq=4096, learning_rate=3e-4, remat="full")
-    return dataclasses.replace(made, policy="experts", accumulate=accumulate)
+    base = _large_preset(name, mesh=mesh, batch=batch, seq=4096, learning_rate=3e-4, remat="full")
+    return dataclasses.replace(base, policy="experts", accumulate=accumulate)
 
 
-RUNS: dict[str, Callable[[str], TrainConfig]] = {
-    "demo": _demo,
-    "moe-demo": lambda name: dataclasses.replace(_demo(name), policy="experts"),
-    "llama-60m": partial(_small, learning_rate=2e-3, batch=64, seq=1024),
-    "llama-125m": partial(_small, learning_rate=1.5e-3, batch=64, seq=2048),
-    "llama-350m": partial(_small, learning_rate=1e-3, batch=128, seq=2048),
-    "qwen3-0.6b": partial(_large, batch=16, seq=4096, learning_rate=1e-3, remat="none"),
-    "llama3.2-1b": partial(_large, batch=8, seq=4096, learning_rate=5e-4, remat="none"),
-    "qwen3-1.7b": partial(_large, batch=8, seq=4096, learning_rate=5e-4, remat="none"),
-    "llama3-8b": partial(_large, batch=32, seq=8192, learning_rate=3e-4, remat="quantized"),
-    "qwen3-8b": partial(_large, batch=32, seq=8192, learning_rate=3e-4, remat="quantized"),
-    "qwen3-30b-a3b": partial(_experts, mesh="expert=8", batch=8),
-    "llama3.1-70b": partial(_rack, mesh="fsdp=64", devices=64, learning_rate=1.5e-4),
-    "qwen3-235b-a22b": partial(_experts, mesh="fsdp=16,tensor=4", batch=64, accumulate=4),
-    "llama3.1-405b": partial(_rack, mesh="dcn.fsdp=2,fsdp=64", devices=128, learning_rate=8e-5),
+RUN_PRESETS: dict[str, Callable[[str], TrainConfig]] = {
+    "demo": _demo_preset,
+    "moe-demo": lambda name: dataclasses.replace(_demo_preset(name), policy="experts"),
+    "llama-60m": partial(_small_preset, learning_rate=2e-3, batch=64, seq=1024),
+    "llama-125m": partial(_small_preset, learning_rate=1.5e-3, batch=64, seq=2048),
+    "llama-350m": partial(_small_preset, learning_rate=1e-3, batch=128, seq=2048),
+    "qwen3-0.6b": partial(_large_preset, batch=16, seq=4096, learning_rate=1e-3, remat="none"),
+    "llama3.2-1b": partial(_large_preset, batch=8, seq=4096, learning_rate=5e-4, remat="none"),
+    "qwen3-1.7b": partial(_large_preset, batch=8, seq=4096, learning_rate=5e-4, remat="none"),
+    "olmoe-1b-7b": partial(_moe_preset, mesh="expert=8", batch=8),
+    "llama3-8b": partial(_large_preset, batch=32, seq=8192, learning_rate=3e-4, remat="quantized"),
+    "qwen3-8b": partial(_large_preset, batch=32, seq=8192, learning_rate=3e-4, remat="quantized"),
+    "qwen3-30b-a3b": partial(_moe_preset, mesh="expert=8", batch=8),
+    "mixtral-8x7b": partial(_moe_preset, mesh="fsdp=4,expert=8", batch=32),
+    "llama3.1-70b": partial(_nvl72_preset, mesh="fsdp=64", devices=64, learning_rate=1.5e-4),
+    "qwen3-235b-a22b": partial(_moe_preset, mesh="fsdp=16,tensor=4", batch=64, accumulate=4),
+    "llama3.1-405b": partial(_nvl72_preset, mesh="dcn.fsdp=2,fsdp=64", devices=128, learning_rate=8e-5),
 }
 """Name -> what makes its config."""
 
 
-def names() -> list[str]:
+def run_names() -> list[str]:
     """Names of all runs, smallest first."""
-    return list(RUNS)
+    return list(RUN_PRESETS)
 
 
 def run_config(name: str) -> TrainConfig:
     """The config of a run by name; ValueError with the nearest names."""
-    if name not in RUNS:
-        near = difflib.get_close_matches(name, RUNS, n=2, cutoff=0.4)
+    if name not in RUN_PRESETS:
+        near = difflib.get_close_matches(name, RUN_PRESETS, n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"no run is called {name!r}; {hint}runs: {', '.join(RUNS)}")
-    return RUNS[name](name)
+        raise ValueError(f"no run is called {name!r}; {hint}runs: {', '.join(RUN_PRESETS)}")
+    return RUN_PRESETS[name](name)

@@ -1,4 +1,4 @@
-"""A run as one frozen value. Flags, JSON and presets all end here; everything is checked when the value is made.
+"""Config of a run as one frozen value. Flags, JSON and presets create it; its constructor validates everything.
 
 Top-level fields are the flags that every command shares; the rest lives in groups, reached by dotted flags
 (`--optimizer.learning-rate 1e-3`).
@@ -9,18 +9,28 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from halfbyte.inputs import check_choices, check_real, check_run_name, check_whole
-from halfbyte.inputs.programs import Pinned
+from halfbyte.distributed import parse_mesh
+from halfbyte.io import check_choices, check_float, check_int, check_run_name
+from halfbyte.io.dataclass_json import Removed
+from halfbyte.io.trusted_programs import UntrustedPinnedProgramError
 from halfbyte.models import LlamaConfig
-from halfbyte.optim import OptimizerConfig, check_warmup
-from halfbyte.recipe import Policy, Recipe, pin, policy, read_policy, recipe, spell_policy, spell_recipe
-from halfbyte.sharding import parse_mesh
+from halfbyte.recipes import (
+    Policy,
+    Recipe,
+    pin_to_digest,
+    policy,
+    policy_to_text,
+    read_policy_text,
+    recipe,
+    recipe_to_text,
+)
+from halfbyte.renamed import renamed_members, renamed_value
+from halfbyte.train.optimizers import OptimizerConfig, check_warmup
 
-from .jsonconfig import Removed
-
-TWIN_STRIDE = 1_640_531_527  # odd, so that no small seeds of two twins are the same
+NOISE_SEED_STRIDE = 1_640_531_527  # odd, so that no small seeds of two twins are the same
 
 
+@renamed_members(twin="noise_seed")
 @dataclass(frozen=True)
 class PrecisionConfig:
     """How the recipe is carried out, and when it changes."""
@@ -31,7 +41,7 @@ class PrecisionConfig:
     }
 
     backend: str = "auto"
-    """Of the quantized GEMMs: auto, reference, carrier, fused, fp8 or native."""
+    """Of the quantized GEMMs: auto, reference, emulated, fused, fp8 or native."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -42,18 +52,19 @@ class PrecisionConfig:
     """The recipe from then on."""
     switch_part: Literal["forward", "backward", "both"] = "both"
     """Which GEMMs change: forward is fprop, backward is dgrad and wgrad."""
-    twin: int = 0
+    noise_seed: int = 0
     """A run that is equal but for rounding: other random bits, and master weights that begin a millionth away; 0: none.
     What two of them differ by is noise."""
 
     def __post_init__(self) -> None:
         check_choices(self, group="precision.")
-        object.__setattr__(self, "switch_to", _recipe_text(self.switch_to))
-        with suppress(Pinned):  # a program that a stored config names is refused where it would run
+        object.__setattr__(self, "backend", renamed_value("backend", self.backend))
+        object.__setattr__(self, "switch_to", _canonical_recipe_text(self.switch_to))
+        with suppress(UntrustedPinnedProgramError):  # a program of a stored config is refused where it would run
             recipe(self.switch_to)
         wanted = "0 (never), a fraction or a step"
-        check_real("precision.switch_at", self.switch_at, holds=self.switch_at >= 0, wanted=wanted)
-        check_whole("precision.twin", self.twin, zero="none")
+        check_float("precision.switch_at", self.switch_at, holds=self.switch_at >= 0, wanted=wanted)
+        check_int("precision.noise_seed", self.noise_seed, zero="none")
 
 
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-24
@@ -72,8 +83,8 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         check_choices(self, group="loss_scale.")
         power_of_two = 0 < self.initial <= LARGEST_SCALE and math.frexp(self.initial)[0] == 0.5
-        check_real("loss_scale.initial", self.initial, holds=power_of_two, wanted="a power of two, at most 2**24")
-        check_whole("loss_scale.growth_interval", self.growth_interval, least=1)
+        check_float("loss_scale.initial", self.initial, holds=power_of_two, wanted="a power of two, at most 2**24")
+        check_int("loss_scale.growth_interval", self.growth_interval, least=1)
 
 
 @dataclass(frozen=True)
@@ -88,8 +99,8 @@ class ValidationConfig:
     """Batches a source; 0: the whole split."""
 
     def __post_init__(self) -> None:
-        check_whole("validation.every", self.every, zero="only at the end")
-        check_whole("validation.batches", self.batches, zero="the whole split")
+        check_int("validation.every", self.every, zero="only at the end")
+        check_int("validation.batches", self.batches, zero="the whole split")
 
 
 @dataclass(frozen=True)
@@ -103,33 +114,34 @@ class CheckpointConfig:
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
 
     def __post_init__(self) -> None:
-        check_whole("checkpoint.every", self.every, zero="only the last")
-        check_whole("checkpoint.keep_last", self.keep_last, least=1)
-        check_whole("checkpoint.keep_every", self.keep_every, zero="none")
+        check_int("checkpoint.every", self.every, zero="only the last")
+        check_int("checkpoint.keep_last", self.keep_last, least=1)
+        check_int("checkpoint.keep_every", self.keep_every, zero="none")
 
 
+@renamed_members(returns="max_rollbacks", skips="max_skipped_steps", spike="spike_threshold")
 @dataclass(frozen=True)
 class GuardConfig:
-    """When a run is in trouble, and how often it may go back."""
+    """When a run has diverged, and how often it may roll back."""
 
-    skips: int = 3
+    max_skipped_steps: int = 3
     """Steps in a row with a loss or gradient that is not finite: skipped and counted up to here, then the run has
     diverged. Under dynamic loss scaling overflows are expected, and 25 are allowed."""
-    spike: float = 0.0
+    spike_threshold: float = 0.0
     """The loss has spiked when it exceeds this many times the median of the last 64 steps; 0: not looked at."""
-    returns: int = 3
+    max_rollbacks: int = 3
     """How often the run may go back to a checkpoint (divergence, spike, weights changed in memory) before it stops."""
 
     def __post_init__(self) -> None:
-        check_whole("guard.skips", self.skips)
-        check_whole("guard.returns", self.returns)
-        sane = not self.spike or 1.0 < self.spike < 1e6
-        check_real("guard.spike", self.spike, holds=sane, wanted="0 (off) or between 1 and a million")
+        check_int("guard.max_skipped_steps", self.max_skipped_steps)
+        check_int("guard.max_rollbacks", self.max_rollbacks)
+        threshold, sane = self.spike_threshold, not self.spike_threshold or 1.0 < self.spike_threshold < 1e6
+        check_float("guard.spike_threshold", threshold, holds=sane, wanted="0 (off) or between 1 and a million")
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where the numbers go beside metrics.jsonl."""
+    """Where metrics are written in addition to metrics.jsonl."""
 
     every: int = 1
     """Steps between printed lines (not on a terminal, which shows all)."""
@@ -138,7 +150,7 @@ class LogConfig:
     """Project of Weights & Biases; needs the extra `wandb`."""
 
     def __post_init__(self) -> None:
-        check_whole("log.every", self.every, least=1)
+        check_int("log.every", self.every, least=1)
 
 
 @dataclass(frozen=True)
@@ -203,49 +215,52 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_run_name(self.name)
-        object.__setattr__(self, "recipe", _recipe_text(self.recipe))
+        object.__setattr__(self, "recipe", _canonical_recipe_text(self.recipe))
         parse_mesh(self.mesh)
         given: Any = self.policy  # the rules, not the file, are what a run is
-        rules = spell_policy(given) if isinstance(given, Policy) else pin(read_policy(given))
+        rules = policy_to_text(given) if isinstance(given, Policy) else pin_to_digest(read_policy_text(given))
         object.__setattr__(self, "policy", rules)
-        with suppress(Pinned):
+        with suppress(UntrustedPinnedProgramError):
             policy(self.policy, recipe(self.recipe))
         check_choices(self)
         for name in ("steps", "batch", "accumulate"):
-            check_whole(name, getattr(self, name), least=1)
+            check_int(name, getattr(self, name), least=1)
         if self.batch % self.accumulate:
             raise ValueError(
                 f"batch {self.batch} does not split into {self.accumulate} microbatches (accumulate); "
                 "make batch a multiple of accumulate"
             )
-        check_whole("seq", self.seq, zero="as the data set was packed")
+        check_int("seq", self.seq, zero="as the data set was packed")
         if self.seq > self.model.max_seq:
-            raise ValueError(f"seq must be between 1 and the model's max_seq {self.model.max_seq}, got {self.seq}")
-        check_whole("unroll", self.unroll, zero="all layers")
-        check_whole("seed", self.seed)
-        check_whole("radar", self.radar, zero="none")
-        check_whole("telemetry", self.telemetry, zero="none")
+            raise ValueError(
+                f"seq must be between 1 and the model's max_seq {self.model.max_seq}, got {self.seq}; "
+                f"raise max_seq, too: --model.max-seq {self.seq}"
+            )
+        check_int("unroll", self.unroll, zero="all layers")
+        check_int("seed", self.seed)
+        check_int("radar", self.radar, zero="none")
+        check_int("telemetry", self.telemetry, zero="none")
         for name in ("z_loss", "balance_loss", "router_z_loss", "balance_rate"):
-            check_real(name, getattr(self, name), holds=getattr(self, name) >= 0, wanted="0 or more")
-        check_real("watchdog_s", self.watchdog_s, holds=self.watchdog_s >= 0, wanted="0 (off) or more seconds")
+            check_float(name, getattr(self, name), holds=getattr(self, name) >= 0, wanted="0 or more")
+        check_float("watchdog_s", self.watchdog_s, holds=self.watchdog_s >= 0, wanted="0 (off) or more seconds")
         check_warmup(self.optimizer, self.steps)
 
     @property
     def rounding_seed(self) -> int:
         """Seed of the random bits of rounding; initialisation and data order have `seed` itself."""
-        return (self.seed + TWIN_STRIDE * self.precision.twin) % 2**31
+        return (self.seed + NOISE_SEED_STRIDE * self.precision.noise_seed) % 2**31
 
 
-def _recipe_text(value: Any) -> str:
+def _canonical_recipe_text(value: Any) -> str:
     """What the config holds of a recipe: its name, its file with the file's hash, or itself, spelled out."""
-    return spell_recipe(value) if isinstance(value, Recipe) else pin(value)
+    return recipe_to_text(value) if isinstance(value, Recipe) else pin_to_digest(value)
 
 
-GUARDED = (
+RESUME_GUARDED_FIELDS = (
     "model", "recipe", "policy", "precision", "optimizer", "loss_scale",
     "data", "batch", "seq", "accumulate", "seed", "z_loss", "balance_loss", "router_z_loss", "balance_rate",
     "init_from", "unroll",
 )  # fmt: skip
 """Fields that may not change when a run resumes, unless the person says so: they change what is computed."""
-COSMETIC = ("model.name", "precision.backend")
+RESUME_IGNORED_FIELDS = ("model.name", "precision.backend")
 """Those of them that change nothing."""

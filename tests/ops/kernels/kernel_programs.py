@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from halfbyte import devices, formats, ops
 from halfbyte import kernels as K
-from halfbyte.kernels.scale import DECODE
+from halfbyte.kernels.tensor_scale_kernel import DECODE
 
 RULES = {  # as the oracle names them
     "plain": formats.NVFP4.scale,
@@ -24,16 +24,19 @@ def again(x, w, key):
     """Forward operands by four over six, and what is made of the numbers that they stand for: of x's row the packed
     column, and one by chance; of w along k that along n.
     """
-    rule, top = {"rule": RULES["squared"]}, RULES["squared"].top(formats.E2M1)
-    row = K.tensor_scale(K.maxima(x, hadamard=False)[0], top=top)
-    (x_row,), x_owed = K.quantize(x, rows=K.Rowwise(row, **rule)), row[DECODE][None]
-    column = K.tensor_scale(K.maxima(x_row, owed=x_owed)[1], top=top)
-    packed = K.quantize(x_row, columns=K.Columnwise(column, packed=True, owed=x_owed, **rule))
-    drawn = K.quantize(x_row, columns=K.Columnwise(column, key, rounding="midpoint", owed=x_owed, **rule))
-    scale = K.tensor_scale(K.weight_maxima(w), top=top)
-    w_column, w_owed = K.quantize_weight(w, scale, axis=-2, **rule), scale[DECODE][None]
-    scale = K.tensor_scale(K.weight_maxima(w_column, owed=w_owed), top=top)
-    return x_row, *packed, *drawn, w_column, K.quantize_weight(w_column, scale, axis=-1, owed=w_owed, **rule)
+    rule, top = {"rule": RULES["squared"]}, RULES["squared"].tensor_amax_target(formats.E2M1)
+    row = K.compute_tensor_scale(K.partial_amax(x, hadamard=False)[0], top=top)
+    (x_row,), x_alpha = K.quantize_tiled(x, rows=K.RowwiseOperand(row, **rule)), row[DECODE][None]
+    column = K.compute_tensor_scale(K.partial_amax(x_row, deferred_alpha=x_alpha)[1], top=top)
+    packed = K.quantize_tiled(x_row, columns=K.ColumnwiseOperand(column, packed=True, deferred_alpha=x_alpha, **rule))
+    drawn = K.quantize_tiled(
+        x_row, columns=K.ColumnwiseOperand(column, key, rounding="midpoint", deferred_alpha=x_alpha, **rule)
+    )
+    scale = K.compute_tensor_scale(K.weight_partial_amax(w), top=top)
+    w_column, w_alpha = K.quantize_weight_kernel(w, scale, axis=-2, **rule), scale[DECODE][None]
+    scale = K.compute_tensor_scale(K.weight_partial_amax(w_column, deferred_alpha=w_alpha), top=top)
+    w_row = K.quantize_weight_kernel(w_column, scale, axis=-1, deferred_alpha=w_alpha, **rule)
+    return x_row, *packed, *drawn, w_column, w_row
 
 
 def quartet2(x, w, key, signs):
@@ -44,13 +47,20 @@ def quartet2(x, w, key, signs):
     how = {"rule": forward, "rounding": "away"}
 
     def runs(a, axis, source=None, **more):
-        of = {"axis": axis, "forward": None if source is None else K.eden.Forward(source, **how)}
-        scale = K.tensor_scale(K.eden.maxima(a, signs, **of), top=K.top_of(backward))
-        return K.eden.quantize(a, signs, K.eden.Drawn(scale, key, backward), **of, **more)
+        of = {"axis": axis, "forward": None if source is None else K.ms_eden.ForwardOperand(source, **how)}
+        scale = K.compute_tensor_scale(K.ms_eden.eden_partial_amax(a, signs, **of), top=K.amax_target(backward))
+        return K.ms_eden.eden_quantize(a, signs, K.ms_eden.EdenQuantization(scale, key, backward), **of, **more)
 
-    row, column = K.tensor_scales(K.maxima(x, hadamard=False)[0], K.weight_maxima(w), top=K.top_of(forward))
-    x_made = *K.quantize(x, rows=K.Rowwise(row, **how)), *runs(x, -2, row, packed=True), *runs(x, -1), *runs(x, -2)
-    return *x_made, K.quantize_weight(w, column, axis=-2, **how), *runs(w, -1, column)
+    row, column = K.compute_tensor_scales(
+        K.partial_amax(x, hadamard=False)[0], K.weight_partial_amax(w), top=K.amax_target(forward)
+    )
+    x_made = (
+        *K.quantize_tiled(x, rows=K.RowwiseOperand(row, **how)),
+        *runs(x, -2, row, packed=True),
+        *runs(x, -1),
+        *runs(x, -2),
+    )
+    return *x_made, K.quantize_weight_kernel(w, column, axis=-2, **how), *runs(w, -1, column)
 
 
 # The assembler reads every instruction and optimizes none, which is half of its time; whole steps are compiled as they
@@ -60,7 +70,7 @@ QUICK = {"xla_gpu_disable_gpuasm_optimizations": True}
 
 def compiled(fn, device, *args):
     """The text of fn's program for a device that is not here."""
-    with devices.lowering_for(devices.device(device)):
+    with devices.pallas_lowering_device(devices.device_by_name(device)):
         return jax.jit(fn, compiler_options=QUICK).lower(*args).compile().as_text()
 
 
@@ -74,26 +84,34 @@ def shapes(topology):
 
 
 def topology_of(name):
-    return devices.topology(devices.device(name), hosts=1, per_host=1)
+    return devices.topology(devices.device_by_name(name), hosts=1, per_host=1)
 
 
 def hidden(g, u, d, key):
     """SwiGLU's passes, forward and backward."""
-    h_row, h_column = K.tensor_scales(*K.forward_maxima(g, u))
-    scales = K.tensor_scales(*K.backward_maxima(g, u, d))
-    dg = K.Rowwise(scales[0], key), K.Columnwise(scales[1], key)
-    du = K.Rowwise(scales[2], key), K.Columnwise(scales[3], key)
-    forward = K.quantize_forward(g, u, rows=K.Rowwise(h_row))
-    return forward, K.quantize_backward(g, u, d, dg=dg, du=du, h=K.Columnwise(h_column))
+    h_row, h_column = K.compute_tensor_scales(*K.swiglu_forward_amax(g, u))
+    scales = K.compute_tensor_scales(*K.swiglu_backward_amax(g, u, d))
+    dg = K.RowwiseOperand(scales[0], key), K.ColumnwiseOperand(scales[1], key)
+    du = K.RowwiseOperand(scales[2], key), K.ColumnwiseOperand(scales[3], key)
+    forward = K.swiglu_quantize_forward(g, u, rows=K.RowwiseOperand(h_row))
+    return forward, K.swiglu_quantize_backward(g, u, d, dg=dg, du=du, h=K.ColumnwiseOperand(h_column))
 
 
 def codes(x, g, u, d, scale, key):
     """Every pass that writes what a block-scaled GEMM reads."""
-    order = K.ScaleOrder.TILED
-    row, column = K.Rowwise(scale, key, codes=order), K.Columnwise(scale, key, codes=order)
-    forward = K.quantize_forward(g, u, rows=K.Rowwise(scale, codes=order), columns=K.Columnwise(scale, codes=order))
-    backward = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
-    return K.quantize(x, rows=row, columns=column), forward, backward
+    order = K.ScaleLayout.TILED
+    row, column = (
+        K.RowwiseOperand(scale, key, code_scale_layout=order),
+        K.ColumnwiseOperand(scale, key, code_scale_layout=order),
+    )
+    forward = K.swiglu_quantize_forward(
+        g,
+        u,
+        rows=K.RowwiseOperand(scale, code_scale_layout=order),
+        columns=K.ColumnwiseOperand(scale, code_scale_layout=order),
+    )
+    backward = K.swiglu_quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
+    return K.quantize_tiled(x, rows=row, columns=column), forward, backward
 
 
 def choosing(measures, x, w, g, u, d, scale, key):
@@ -101,17 +119,21 @@ def choosing(measures, x, w, g, u, d, scale, key):
     made = []
     for name in measures:
         rule, drawn = {"rule": RULES[name]}, {"rule": RULES[name], "rounding": "midpoint"}
-        row, column = K.Rowwise(scale, key, **drawn), K.Columnwise(scale, key, **drawn)
+        row, column = K.RowwiseOperand(scale, key, **drawn), K.ColumnwiseOperand(scale, key, **drawn)
         made += [
-            K.quantize(x, rows=K.Rowwise(scale, **rule)),
-            K.quantize(x, rows=K.Rowwise(scale, **rule), columns=K.Columnwise(scale, packed=True, **rule)),
-            K.quantize(x, rows=row, columns=column),
-            K.quantize_forward(g, u, rows=K.Rowwise(scale, **rule)),
-            K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=K.Columnwise(scale, **rule)),
-            *(K.quantize_weight(w, scale, axis=axis, **rule) for axis in (-1, -2)),
+            K.quantize_tiled(x, rows=K.RowwiseOperand(scale, **rule)),
+            K.quantize_tiled(
+                x, rows=K.RowwiseOperand(scale, **rule), columns=K.ColumnwiseOperand(scale, packed=True, **rule)
+            ),
+            K.quantize_tiled(x, rows=row, columns=column),
+            K.swiglu_quantize_forward(g, u, rows=K.RowwiseOperand(scale, **rule)),
+            K.swiglu_quantize_backward(
+                g, u, d, dg=(row, column), du=(row, column), h=K.ColumnwiseOperand(scale, **rule)
+            ),
+            *(K.quantize_weight_kernel(w, scale, axis=axis, **rule) for axis in (-1, -2)),
         ]
-    codes = {"rule": RULES["squared"], "codes": K.ScaleOrder.TILED}
-    return made, K.quantize(x, rows=K.Rowwise(scale, **codes), columns=K.Columnwise(scale, **codes))
+    codes = {"rule": RULES["squared"], "code_scale_layout": K.ScaleLayout.TILED}
+    return made, K.quantize_tiled(x, rows=K.RowwiseOperand(scale, **codes), columns=K.ColumnwiseOperand(scale, **codes))
 
 
 def compiled_choosing(name, measures):
@@ -134,7 +156,7 @@ def experts(x, w, dy, counts, seed):
 def compiled_experts(name):
     like = shapes(topology_of(name))
     args = like(1024, 256), like(4, 256, 384, dtype=jnp.float32), like(1024, 384)
-    with ops.compile_for(devices.device(name)):
+    with ops.compile_for(devices.device_by_name(name)):
         return compiled(experts, name, *args, like(4, dtype=jnp.int32), like(dtype=jnp.uint32))
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from kernel_programs import RULES
 
-from halfbyte.kernels import arithmetic, gated
-from halfbyte.kernels.blocks import Quantizer
-from halfbyte.kernels.memory import VectorMemory
-from halfbyte.kernels.scale import entries
-from halfbyte.kernels.vector import Vector
+from halfbyte.kernels import nvfp4_arithmetic, swiglu_quantize
+from halfbyte.kernels.block_scales import KernelQuantizer
+from halfbyte.kernels.lane_memory import NumpyLaneMemoryOps
+from halfbyte.kernels.numpy_lanes import NumpyLaneOps
+from halfbyte.kernels.tensor_scale_kernel import quantizer_entries
 
 T, N = 64, 256
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
@@ -64,12 +64,12 @@ def counters(columns, tokens):
 def noise_words(m, tokens):
     shape = (T // tokens, N // 16, 16 // m.columns)
     k0, k1 = (np.full(shape, k, np.uint32) for k in KEY)
-    return arithmetic.random_words(m, [k0, k1, counters(m.columns, tokens)], tokens=tokens, stride=N)
+    return nvfp4_arithmetic.random_words(m, [k0, k1, counters(m.columns, tokens)], tokens=tokens, stride=N)
 
 
 def how(amax, rule="plain", rounding="stochastic"):
     vector = oracle.scale_vector(amax, oracle.TOPS[rule])
-    return Quantizer(RULES[rule], rounding, *(vector[i] for i in entries(RULES[rule])))
+    return KernelQuantizer(RULES[rule], rounding, *(vector[i] for i in quantizer_entries(RULES[rule])))
 
 
 def same_bits(got, want):
@@ -86,10 +86,10 @@ def quiet():
 @pytest.mark.parametrize(("columns", "tokens"), [(8, 8), (4, 16), (2, 16)])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_rows(kind, columns, tokens, stochastic):
-    x, m = data(kind), Vector(columns)
+    x, m = data(kind), NumpyLaneOps(columns)
     amax = np.abs(x.astype(np.float32)).max()
     random = noise_words(m, tokens) if stochastic else None
-    got = arithmetic.quantize_rows(m, words(x, columns, tokens), how(amax), random)
+    got = nvfp4_arithmetic.quantize_rows_to_bf16(m, words(x, columns, tokens), how(amax), random)
     noise = oracle.random_bytes(T, N, KEY) if stochastic else None
     same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(x, amax, axis=1, noise=noise)[2])
 
@@ -98,19 +98,19 @@ def test_rows(kind, columns, tokens, stochastic):
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_columns(kind, hadamard, stochastic):
-    x, m = data(kind), Vector(4)
+    x, m = data(kind), NumpyLaneOps(4)
     source = oracle.hadamard_tokens(x) if hadamard else x.astype(np.float32)
     amax = np.abs(source).max()
     random = noise_words(m, 16) if stochastic else None
     noise = oracle.random_bytes(T, N, KEY) if stochastic else None
     codes, scale_bytes, carrier = oracle.quantize(source, amax, axis=0, noise=noise)
     rows = words(x, 4, 16)
-    got = arithmetic.quantize_columns(m, rows, how(amax), random, hadamard=hadamard, packed=False)
+    got = nvfp4_arithmetic.quantize_columns_to_bf16(m, rows, how(amax), random, hadamard=hadamard, packed=False)
     same_bits(array(got, ml_dtypes.bfloat16), carrier)
-    packed = arithmetic.quantize_columns(m, rows, how(amax), random, hadamard=hadamard, packed=True)
+    packed = nvfp4_arithmetic.quantize_columns_to_bf16(m, rows, how(amax), random, hadamard=hadamard, packed=True)
     np.testing.assert_array_equal(array(packed[:8], np.uint8), oracle.pack_tokens(codes))
     np.testing.assert_array_equal(array(packed[8:], np.uint8), scale_bytes)
-    again = arithmetic.unpack_columns(m, packed[:8], packed[8])
+    again = nvfp4_arithmetic.unpack_columns(m, packed[:8], packed[8])
     same_bits(array(again, ml_dtypes.bfloat16), carrier)
 
 
@@ -135,15 +135,17 @@ def chosen_data(kind: str) -> np.ndarray:
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_rows_and_columns_by_another_rule(kind, rule, stochastic):
     """Scales, and which of two a block takes, in both layouts of lanes; random bytes at midpoints."""
-    x, m = chosen_data(kind), Vector(4)
+    x, m = chosen_data(kind), NumpyLaneOps(4)
     amax = np.abs(x.astype(np.float32)).max()
     noise = oracle.random_bytes(T, N, KEY) if stochastic else None
     more = {"noise": noise, "rule": rule, "rounding": "midpoint"}
     want = oracle.quantize(x, amax, axis=1, **more)[2]
     for columns, tokens in ((8, 8), (4, 16), (2, 16)):
-        lane = Vector(columns)
+        lane = NumpyLaneOps(columns)
         random = noise_words(lane, tokens) if stochastic else None
-        got = arithmetic.quantize_rows(lane, words(x, columns, tokens), how(amax, rule, "midpoint"), random)
+        got = nvfp4_arithmetic.quantize_rows_to_bf16(
+            lane, words(x, columns, tokens), how(amax, rule, "midpoint"), random
+        )
         same_bits(array(got, ml_dtypes.bfloat16), want)
     source = oracle.hadamard_tokens(x)
     amax = np.abs(source).max()
@@ -151,7 +153,9 @@ def test_rows_and_columns_by_another_rule(kind, rule, stochastic):
     random = noise_words(m, 16) if stochastic else None
     for packed in (False, True):
         flags = {"hadamard": True, "packed": packed}
-        got = arithmetic.quantize_columns(m, words(x, 4, 16), how(amax, rule, "midpoint"), random, **flags)
+        got = nvfp4_arithmetic.quantize_columns_to_bf16(
+            m, words(x, 4, 16), how(amax, rule, "midpoint"), random, **flags
+        )
         if not packed:
             same_bits(array(got, ml_dtypes.bfloat16), carrier)
             continue
@@ -166,12 +170,12 @@ def test_blocks_of_float32(kind, rule):
     """Of a weight, along either axis."""
     rng = np.random.default_rng(5)
     w = chosen_data(kind).astype(np.float32) * (1 + rng.random((T, N), np.float32) * np.float32(1e-3))
-    m, amax = Vector(4), np.abs(w).max()
+    m, amax = NumpyLaneOps(4), np.abs(w).max()
     view = w.reshape(T // 16, 16, N // 16, 4, 4)
-    rows = arithmetic.float_pairs([[view[:, r, :, :, k] for k in range(4)] for r in range(16)])
-    got = arithmetic.quantize_rows(m, rows, how(amax, rule))
+    rows = nvfp4_arithmetic.float_pairs([[view[:, r, :, :, k] for k in range(4)] for r in range(16)])
+    got = nvfp4_arithmetic.quantize_rows_to_bf16(m, rows, how(amax, rule))
     same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(w, amax, axis=1, rule=rule)[2])
-    got = arithmetic.quantize_columns(m, rows, how(amax, rule), hadamard=False, packed=False)
+    got = nvfp4_arithmetic.quantize_columns_to_bf16(m, rows, how(amax, rule), hadamard=False, packed=False)
     same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(w, amax, axis=0, rule=rule)[2])
 
 
@@ -185,7 +189,9 @@ def test_midpoint_codes_of_every_byte():
     y = y[y >= 0]
     byte = np.arange(256, dtype=np.uint32)[:, None]
     one = np.full((256, len(y)), 0xBF803F80, np.uint32)
-    got = arithmetic.draw_pair(Vector(4), one, (y, y), byte | (byte << np.uint32(16)), "midpoint")
+    got = nvfp4_arithmetic.round_stochastic_pair(
+        NumpyLaneOps(4), one, (y, y), byte | (byte << np.uint32(16)), "midpoint"
+    )
     for half in (0, 16):
         np.testing.assert_array_equal((got >> np.uint32(9 + half)) & np.uint32(7), oracle.round_midpoint(y, byte))
 
@@ -218,8 +224,10 @@ def test_stochastic_codes_where_the_definition_rounds_its_sum():
     y = np.concatenate([*near, *just, extreme]).view(np.float32)
     y = y[y >= 0]
     byte = np.arange(256, dtype=np.uint32)[:, None]
-    one, m = np.full((256, len(y)), 0xBF803F80, np.uint32), Vector(4)  # 1 and -1: the magnitude is the scale
-    got = arithmetic.draw_pair(m, one, (y, y[::-1]), byte | (byte[::-1] << np.uint32(16)), "stochastic")
+    one, m = np.full((256, len(y)), 0xBF803F80, np.uint32), NumpyLaneOps(4)  # 1 and -1: the magnitude is the scale
+    got = nvfp4_arithmetic.round_stochastic_pair(
+        m, one, (y, y[::-1]), byte | (byte[::-1] << np.uint32(16)), "stochastic"
+    )
     assert not (got & np.uint32(0xF000F000)).any()
     np.testing.assert_array_equal((got >> np.uint32(9)) & np.uint32(7), oracle.round_stochastic(y, byte))
     np.testing.assert_array_equal((got >> np.uint32(25)) & np.uint32(7), oracle.round_stochastic(y[::-1], byte[::-1]))
@@ -228,18 +236,18 @@ def test_stochastic_codes_where_the_definition_rounds_its_sum():
 def test_division_by_a_product():
     """Numbers of programs and tokens, up to 2**31."""
     rng = np.random.default_rng(0)
-    m = VectorMemory(4, [], 1, 1)
+    m = NumpyLaneMemoryOps(4, [], 1, 1)
     for k in (1, 2, 3, 7, 11, 64, 112, 1376, 8192, 2**30 + 1, 2**31 - 1):
         a = np.concatenate([rng.integers(0, 2**31, 2000), np.arange(100), 2**31 - 1 - np.arange(100)])
         a = np.concatenate([a, a // k * k, np.maximum(a // k * k, 1) - 1]).astype(np.uint32)
-        np.testing.assert_array_equal(m.divide(a, k), a // np.uint32(k))
-        np.testing.assert_array_equal(m.remainder(a, k), a % np.uint32(k))
+        np.testing.assert_array_equal(m.u32_div_const(a, k), a // np.uint32(k))
+        np.testing.assert_array_equal(m.u32_mod_const(a, k), a % np.uint32(k))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hadamard_amax(kind):
-    x, m = data(kind), Vector(4)
-    tops = [arithmetic.hadamard_amax(m, [row[k] for row in words(x, 4, 16)]) for k in range(2)]
+    x, m = data(kind), NumpyLaneOps(4)
+    tops = [nvfp4_arithmetic.hadamard_amax(m, [row[k] for row in words(x, 4, 16)]) for k in range(2)]
     got = np.max(tops).astype(ml_dtypes.bfloat16).astype(np.float32)
     assert got == np.abs(oracle.hadamard_tokens(x)).max()
 
@@ -249,12 +257,12 @@ def test_hadamard_amax(kind):
 def test_square(kind):
     rng = np.random.default_rng(5)
     w = data(kind).astype(np.float32) * (1 + rng.random((T, N), np.float32) * np.float32(1e-3))
-    m = Vector(4)
+    m = NumpyLaneOps(4)
     view = w.reshape(T // 16, 16, N // 16, 4, 4)
     rows = [[view[:, r, :, :, k] for k in range(4)] for r in range(16)]
     amax = np.abs(w).max()
-    assert np.max(arithmetic.amax_float(m, rows)) == amax
-    got = arithmetic.quantize_square(m, rows, how(amax), packed=False)
+    assert np.max(nvfp4_arithmetic.amax_f32(m, rows)) == amax
+    got = nvfp4_arithmetic.quantize_2d(m, rows, how(amax), packed=False)
     same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(w, amax, axis=1, block2d=True)[2])
 
 
@@ -264,11 +272,11 @@ def cut(x):
 
 def test_swiglu_words():
     """The stated roundings, with NumPy's float32 exp in both: every bit."""
-    rng, m = np.random.default_rng(9), Vector(4)
+    rng, m = np.random.default_rng(9), NumpyLaneOps(4)
     g, u, d = ((rng.standard_normal((T, N)) * s).astype(ml_dtypes.bfloat16) for s in (3.0, 1.0, 1e-3))
     rows = [words(x, 4, 16) for x in (g, u, d)]
-    made = [gated.backward_words(m, *(r[t] for r in rows)) for t in range(16)]
-    h = [gated.forward_words(m, rows[0][t], rows[1][t]) for t in range(16)]
+    made = [swiglu_quantize.swiglu_backward_row(m, *(r[t] for r in rows)) for t in range(16)]
+    h = [swiglu_quantize.swiglu_forward_row(m, rows[0][t], rows[1][t]) for t in range(16)]
     g, u, d = (x.astype(np.float32) for x in (g, u, d))
     s = np.float32(1) / (np.float32(1) + np.exp(-g))
     a = cut(g * s)

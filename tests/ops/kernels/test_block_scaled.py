@@ -18,9 +18,9 @@ from jax.experimental.pallas import mosaic_gpu
 
 import halfbyte as hb
 from halfbyte import devices, formats
-from halfbyte.kernels import block_scaled
-from halfbyte.kernels.block_scaled import BLOCK, SIDE, TILE, Codes
-from halfbyte.ops import tile_kernels
+from halfbyte.kernels import blackwell_grouped_gemm
+from halfbyte.kernels.blackwell_grouped_gemm import K_TILE, NVFP4_SCALE_BLOCK, OUTPUT_TILE_SIZE, BlockScaledCodes
+from halfbyte.ops import expert_tiles
 
 BLOCKS = 3  # of the grid: each has many tiles
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -116,13 +116,16 @@ class Machine:
         barrier.arrive()
 
     def scales(self, part, place):
-        tiles, row = part.array[0], np.arange(SIDE)
+        tiles, row = part.array[0], np.arange(OUTPUT_TILE_SIZE)
         for t in range(tiles.shape[0]):
             for c in range(4):
                 place.array[:, 4 * t + c] = tiles[t, row % 32, row // 32 * 4 + c]
 
     def multiply(self, into, left, right, barrier, *, a_scale, b_scale, accumulate):
-        a, b = left.array * a_scale.array.repeat(BLOCK, 1), right.array.T * b_scale.array.repeat(BLOCK, 1)
+        a, b = (
+            left.array * a_scale.array.repeat(NVFP4_SCALE_BLOCK, 1),
+            right.array.T * b_scale.array.repeat(NVFP4_SCALE_BLOCK, 1),
+        )
         into[...] = (into.array if accumulate else 0) + a @ b.T
         barrier.arrive()
 
@@ -159,30 +162,37 @@ def launch(work_of, count, step, shape, a, b, *tables):
     out = Ref(np.full(shape.shape, np.nan, shape.dtype))
     codes = [values(each.codes) for each in (a, b)]
     scales = [np.asarray(each.scales).view(ml_dtypes.float8_e4m3fn).astype(np.float32) for each in (a, b)]
-    across = [2 * each.codes.shape[-1] // TILE for each in (a, b)]
+    across = [2 * each.codes.shape[-1] // K_TILE for each in (a, b)]
     tiles = [each.reshape(-1, n, 32, 16) for each, n in zip(scales, across, strict=True)]
     given = [Ref(np.asarray(each)) for each in (*codes, *tiles, *tables)]
-    stages, wide = block_scaled.IN_FLIGHT // step, 64 if shape.dtype == jnp.bfloat16 else 32
+    stages, wide = blackwell_grouped_gemm.PREFETCHED_CODES_PER_ROW // step, 64 if shape.dtype == jnp.bfloat16 else 32
     room = lambda *sizes: Ref(np.full(sizes, np.nan, np.float32))  # noqa: E731
     for block in range(BLOCKS):
         machine = Machine(block)
-        kept = {name: getattr(block_scaled, name) for name in ("plgpu", "pl", "lax")}
+        kept = {name: getattr(blackwell_grouped_gemm, name) for name in ("plgpu", "pl", "lax")}
         scratch: dict = {
-            "fetched": tuple(room(stages, *size) for size in ((SIDE, step),) * 2 + ((1, step // TILE, 32, 16),) * 2),
-            "scales": (room(SIDE, step // BLOCK), room(SIDE, step // BLOCK)), "sums": room(SIDE, 2 * SIDE),
-            "staged": Ref(np.zeros((2, SIDE, wide), shape.dtype)),
-            "arrived": Barriers(Barrier(4) for _ in range(stages)),
-            "consumed": Barriers(Barrier(1) for _ in range(stages)),
-            "made": Barriers(Barrier(1) for _ in range(2)), "stored": Barriers(Barrier(1) for _ in range(2)),
+            "operand_stages": tuple(
+                room(stages, *size)
+                for size in ((OUTPUT_TILE_SIZE, step),) * 2 + ((1, step // K_TILE, 32, 16),) * 2
+            ),
+            "scales": tuple(room(OUTPUT_TILE_SIZE, step // NVFP4_SCALE_BLOCK) for _ in range(2)),
+            "accumulators": room(OUTPUT_TILE_SIZE, 2 * OUTPUT_TILE_SIZE),
+            "epilogue_smem": Ref(np.zeros((2, OUTPUT_TILE_SIZE, wide), shape.dtype)),
+            "tma_barriers": Barriers(Barrier(4) for _ in range(stages)),
+            "mma_barriers": Barriers(Barrier(1) for _ in range(stages)),
+            "accumulator_ready": Barriers(Barrier(1) for _ in range(2)),
+            "accumulator_free": Barriers(Barrier(1) for _ in range(2)),
         }  # fmt: skip
         try:
             for name in kept:
-                setattr(block_scaled, name, getattr(machine, name))
-            body = functools.partial(block_scaled._kernel, *given, out, work_of=work_of, count=count, step=step)
+                setattr(blackwell_grouped_gemm, name, getattr(machine, name))
+            body = functools.partial(
+                blackwell_grouped_gemm._kernel, *given, out, work_of=work_of, count=count, step=step
+            )
             machine.run(functools.partial(body, **scratch))
         finally:
             for name, module in kept.items():
-                setattr(block_scaled, name, module)
+                setattr(blackwell_grouped_gemm, name, module)
     return out.array
 
 
@@ -196,17 +206,17 @@ def values(codes):
 def drawn(random, rows, k):
     """(Codes, the numbers that they stand for) of a matrix [rows, k]."""
     codes = jnp.asarray(random.integers(0, 16, (rows, k)), jnp.uint8)
-    scales = random.uniform(0.1, 2, (rows, k // BLOCK)).astype(ml_dtypes.float8_e4m3fn)
-    packed = Codes(formats.pack(codes), formats.tile_scales(jnp.asarray(scales.view(np.uint8))))
-    return packed, values(packed.codes) * scales.astype(np.float32).repeat(BLOCK, 1)
+    scales = random.uniform(0.1, 2, (rows, k // NVFP4_SCALE_BLOCK)).astype(ml_dtypes.float8_e4m3fn)
+    packed = BlockScaledCodes(formats.pack_nibbles(codes), formats.swizzle_scales(jnp.asarray(scales.view(np.uint8))))
+    return packed, values(packed.codes) * scales.astype(np.float32).repeat(NVFP4_SCALE_BLOCK, 1)
 
 
 @pytest.fixture(params=["machine", "interpreted"])
 def runner(request, monkeypatch):
     if request.param == "machine":
-        monkeypatch.setattr(block_scaled, "_launch", launch)
+        monkeypatch.setattr(blackwell_grouped_gemm, "_launch", launch)
     else:
-        monkeypatch.setattr(block_scaled, "is_interpreted", lambda: True)
+        monkeypatch.setattr(blackwell_grouped_gemm, "is_interpreting", lambda: True)
 
 
 ALPHA = np.array([0.5, 3, 100, 0.01], np.float32)
@@ -219,14 +229,18 @@ def test_a_tile_of_rows_meets_its_expert(k, dtype):
     """Steps of 128 and of 256 codes, fewer and more of them than are under way; two tiles have no expert."""
     random, n = np.random.default_rng(k), 256
     experts = np.array([0, 0, 2, 3, 4, 4], np.int32)
-    x, x_values = drawn(random, experts.size * SIDE, k)
+    x, x_values = drawn(random, experts.size * OUTPUT_TILE_SIZE, k)
     tall, w_values = drawn(random, 4 * n, k)
-    w = Codes(tall.codes.reshape(4, n, k // 2), tall.scales)
-    y = block_scaled.rows(x, w, jnp.asarray(ALPHA), jnp.asarray(experts), dtype=dtype)
-    parts = x_values.reshape(-1, SIDE, k).astype(np.float64)
+    w = BlockScaledCodes(tall.codes.reshape(4, n, k // 2), tall.scales)
+    y = blackwell_grouped_gemm.block_scaled_grouped_gemm(x, w, jnp.asarray(ALPHA), jnp.asarray(experts), dtype=dtype)
+    parts = x_values.reshape(-1, OUTPUT_TILE_SIZE, k).astype(np.float64)
     for tile, (part, expert) in enumerate(zip(parts, experts, strict=True)):
-        expected = part @ w_values.reshape(4, n, k)[expert].T * ALPHA[expert] if expert < 4 else np.zeros((SIDE, n))
-        found = np.asarray(y[tile * SIDE : (tile + 1) * SIDE], np.float64)
+        expected = (
+            part @ w_values.reshape(4, n, k)[expert].T * ALPHA[expert]
+            if expert < 4
+            else np.zeros((OUTPUT_TILE_SIZE, n))
+        )
+        found = np.asarray(y[tile * OUTPUT_TILE_SIZE : (tile + 1) * OUTPUT_TILE_SIZE], np.float64)
         close = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-20
         assert np.abs(found - expected).max() <= close * np.abs(expected).max()
 
@@ -236,12 +250,14 @@ def test_a_tile_of_rows_meets_its_expert(k, dtype):
 def test_an_expert_s_gradient_has_its_own_rows_alone():
     """Of 0 to 9 tiles, more than are under way; columns after the last have codes that nobody may count."""
     random, counts, (m, n) = np.random.default_rng(5), np.array([130, 0, 1100, 17], np.int32), (256, 384)
-    tiles = -(-counts // SIDE)
-    rows = int(tiles.sum() + 2) * SIDE
+    tiles = -(-counts // OUTPUT_TILE_SIZE)
+    rows = int(tiles.sum() + 2) * OUTPUT_TILE_SIZE
     (x, x_values), (dy, dy_values) = drawn(random, m, rows), drawn(random, n, rows)
-    dw = np.asarray(block_scaled.contraction(x, dy, jnp.asarray(ALPHA), jnp.asarray(counts)))
+    dw = np.asarray(
+        blackwell_grouped_gemm.block_scaled_grouped_wgrad_gemm(x, dy, jnp.asarray(ALPHA), jnp.asarray(counts))
+    )
     for e, (first, many) in enumerate(zip(np.cumsum(tiles) - tiles, tiles, strict=True)):
-        own = slice(first * SIDE, (first + many) * SIDE)
+        own = slice(first * OUTPUT_TILE_SIZE, (first + many) * OUTPUT_TILE_SIZE)
         expected = x_values[:, own].astype(np.float64) @ dy_values[:, own].T * ALPHA[e]
         assert np.abs(dw[e] - expected).max() <= 2.0**-20 * np.abs(expected).max(initial=0)
 
@@ -256,9 +272,12 @@ def test_an_expert_s_gradient_has_its_own_rows_alone():
     ],
 )  # fmt: skip
 def test_what_is_not_served_has_a_reason(device, sides, recipe, reason):
-    asked = hb.recipe(recipe), sides, devices.device(device)
-    found = tile_kernels.unscaled(*asked)
+    asked = hb.recipe(recipe), sides, devices.device_by_name(device)
+    found = expert_tiles.block_scaled_refusal(*asked)
     assert found is None if reason is None else reason in found
-    assert tile_kernels.unscaled(*asked, dtypes=("float32", "float32")) is not None
-    assert tile_kernels.unscaled(*asked, backend="carrier") is not None
-    assert tile_kernels.unscaled(*asked, tile=256) is not None and tile_kernels.unscaled(None, *asked[1:]) is not None
+    assert expert_tiles.block_scaled_refusal(*asked, dtypes=("float32", "float32")) is not None
+    assert expert_tiles.block_scaled_refusal(*asked, backend="emulated") is not None
+    assert (
+        expert_tiles.block_scaled_refusal(*asked, tile=256) is not None
+        and expert_tiles.block_scaled_refusal(None, *asked[1:]) is not None
+    )

@@ -16,15 +16,15 @@ from instruments import activation
 from kernel_programs import RULES
 
 from halfbyte import kernels as K
-from halfbyte.formats import random_bytes, tile_scales
-from halfbyte.formats.noise import key_words
-from halfbyte.formats.scales import TWO_LEVEL
-from halfbyte.formats.selftest import VECTORS, load
-from halfbyte.kernels import ScaleOrder, arithmetic
-from halfbyte.kernels import codes as kernel_codes
-from halfbyte.kernels.launch import on_host
-from halfbyte.kernels.memory import PtxMemory
-from halfbyte.kernels.vector import Vector
+from halfbyte.formats import random_bytes, swizzle_scales
+from halfbyte.formats.random_bits import key_words
+from halfbyte.formats.scale_rules import TWO_LEVEL
+from halfbyte.formats.selftest import VECTORS, load_vectors
+from halfbyte.kernels import ScaleLayout, nvfp4_arithmetic
+from halfbyte.kernels import nvfp4_untiled as kernel_codes
+from halfbyte.kernels.lane_memory import PtxLaneMemoryOps
+from halfbyte.kernels.mosaic_launch import launch_on_host
+from halfbyte.kernels.numpy_lanes import NumpyLaneOps
 
 pytestmark = pytest.mark.usefixtures("interpreted", "quick_code")
 
@@ -48,7 +48,7 @@ def top(x):
 
 
 def scale(amax):
-    return K.tensor_scale(K.amax_bits(jnp.float32(amax)))
+    return K.compute_tensor_scale(K.amax_to_bits(jnp.float32(amax)))
 
 
 def padded(x, multiple=16):
@@ -56,7 +56,7 @@ def padded(x, multiple=16):
 
 
 def in_order(scales, order):
-    return scales if order is ScaleOrder.PLAIN else np.asarray(tile_scales(jnp.asarray(scales)))
+    return scales if order is ScaleLayout.PLAIN else np.asarray(swizzle_scales(jnp.asarray(scales)))
 
 
 def rows_of(x, order, noise=None):
@@ -76,28 +76,28 @@ def same(got, want):
         np.testing.assert_array_equal(np.asarray(a), b)
 
 
-@pytest.mark.slow(fast_cases=["(48, 144)-ScaleOrder.PLAIN"])
-@pytest.mark.parametrize("order", ScaleOrder)
+@pytest.mark.slow(fast_cases=["(48, 144)-ScaleLayout.PLAIN"])
+@pytest.mark.parametrize("order", ScaleLayout)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_and_columns_in_one_read(shape, order):
     x = data(shape, "zero_scales")
     turned = oracle.hadamard_tokens(x)
-    got = K.quantize(
+    got = K.quantize_tiled(
         jnp.asarray(x),
-        rows=K.Rowwise(scale(top(x)), codes=order),
-        columns=K.Columnwise(scale(top(turned)), codes=order),
+        rows=K.RowwiseOperand(scale(top(x)), code_scale_layout=order),
+        columns=K.ColumnwiseOperand(scale(top(turned)), code_scale_layout=order),
     )
     same(got, [*rows_of(x, order), *columns_of(x, order)])
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (48, 43)], ids=str)
 def test_stochastic(shape):
-    x, order = data(shape, "wide"), ScaleOrder.TILED
+    x, order = data(shape, "wide"), ScaleLayout.TILED
     noise = [oracle.random_bytes(*shape, key) for key in KEYS]
-    got = K.quantize(
+    got = K.quantize_tiled(
         jnp.asarray(x),
-        rows=K.Rowwise(scale(top(x)), jnp.asarray(KEYS[0]), codes=order),
-        columns=K.Columnwise(scale(top(x)), jnp.asarray(KEYS[1]), hadamard=False, codes=order),
+        rows=K.RowwiseOperand(scale(top(x)), jnp.asarray(KEYS[0]), code_scale_layout=order),
+        columns=K.ColumnwiseOperand(scale(top(x)), jnp.asarray(KEYS[1]), hadamard=False, code_scale_layout=order),
     )
     same(got, [*rows_of(x, order, noise[0]), *columns_of(x, order, noise[1], hadamard=False)])
 
@@ -113,29 +113,35 @@ def test_a_part_takes_the_random_bytes_of_its_elements(whole, offset):
     shape, key = (2, 32, 128), jax.random.key(3)
     x = data((64, 128), "wide")
     noise = random_bytes(key, shape, offset=offset, global_shape=whole, aligned=True)
-    words, window = jnp.stack(key_words(key)), K.Window.of(shape, offset, whole)
-    got = K.quantize(
+    words, window = jnp.stack(key_words(key)), K.GlobalWindow.from_offset(shape, offset, whole)
+    got = K.quantize_tiled(
         jnp.asarray(x),
-        rows=K.Rowwise(scale(top(x)), words, window, codes=ScaleOrder.PLAIN),
-        columns=K.Columnwise(scale(top(x)), words, window, hadamard=False, codes=ScaleOrder.PLAIN),
+        rows=K.RowwiseOperand(scale(top(x)), words, window, code_scale_layout=ScaleLayout.PLAIN),
+        columns=K.ColumnwiseOperand(scale(top(x)), words, window, hadamard=False, code_scale_layout=ScaleLayout.PLAIN),
     )
     noise = np.asarray(noise).reshape(64, 128)
-    same(got, [*rows_of(x, ScaleOrder.PLAIN, noise), *columns_of(x, ScaleOrder.PLAIN, noise, hadamard=False)])
+    same(got, [*rows_of(x, ScaleLayout.PLAIN, noise), *columns_of(x, ScaleLayout.PLAIN, noise, hadamard=False)])
 
 
 @pytest.mark.slow(fast_cases=["(64, 128)"])
 @pytest.mark.parametrize("shape", [(64, 128), (48, 72)], ids=str)
 def test_swiglu(shape):
-    rng, order = np.random.default_rng(8), ScaleOrder.PLAIN
+    rng, order = np.random.default_rng(8), ScaleLayout.PLAIN
     g, u, d = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for _ in range(3))
     dg, du, h = (np.asarray(a) for a in activation(*map(jnp.asarray, (g, u, d))))
-    key, more = jnp.asarray(KEYS[0]), {"codes": order}
+    key, more = jnp.asarray(KEYS[0]), {"code_scale_layout": order}
     tops = {name: (top(a), top(oracle.hadamard_tokens(a))) for name, a in (("dg", dg), ("du", du), ("h", h))}
-    got = K.quantize_backward(
+    got = K.swiglu_quantize_backward(
         *map(jnp.asarray, (g, u, d)),
-        dg=(K.Rowwise(scale(tops["dg"][0]), key, **more), K.Columnwise(scale(tops["dg"][1]), key, **more)),
-        du=(K.Rowwise(scale(tops["du"][0]), key, **more), K.Columnwise(scale(tops["du"][1]), key, **more)),
-        h=K.Columnwise(scale(tops["h"][1]), **more),
+        dg=(
+            K.RowwiseOperand(scale(tops["dg"][0]), key, **more),
+            K.ColumnwiseOperand(scale(tops["dg"][1]), key, **more),
+        ),
+        du=(
+            K.RowwiseOperand(scale(tops["du"][0]), key, **more),
+            K.ColumnwiseOperand(scale(tops["du"][1]), key, **more),
+        ),
+        h=K.ColumnwiseOperand(scale(tops["h"][1]), **more),
     )
     noise = oracle.random_bytes(*shape, KEYS[0])
     want = [a for x in (dg, du) for make in (rows_of, columns_of) for a in make(x, order, noise)]
@@ -143,45 +149,49 @@ def test_swiglu(shape):
     wide = [jnp.asarray(padded(a, 128)) for a in (g, u, d)]
     for a, b in zip((dg, du, h), activation(*wide), strict=True):
         np.testing.assert_array_equal(bits(a), bits(np.ascontiguousarray(b[:, : shape[1]])))
-    forward = K.quantize_forward(
+    forward = K.swiglu_quantize_forward(
         jnp.asarray(g),
         jnp.asarray(u),
-        rows=K.Rowwise(scale(tops["h"][0]), **more),
-        columns=K.Columnwise(scale(tops["h"][1]), **more),
+        rows=K.RowwiseOperand(scale(tops["h"][0]), **more),
+        columns=K.ColumnwiseOperand(scale(tops["h"][1]), **more),
     )
     same(forward, [*rows_of(h, order), *columns_of(h, order)])
 
 
 def host_launch(body, arrays, outputs, *, name, **sizes):
-    return on_host(body, arrays, outputs, **sizes)
+    return launch_on_host(body, arrays, outputs, **sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["nvfp4_1d", "nvfp4_2d", "nvfp4_hadamard", "nvfp4_stochastic"])
 def test_stored_vectors(group, monkeypatch):
     """The answers that `formats` is checked with, outside XLA, which would flush the subnormal ones."""
-    monkeypatch.setattr(kernel_codes, "launch", host_launch)
-    stored, order = load(VECTORS)[group], ScaleOrder.PLAIN
+    monkeypatch.setattr(kernel_codes, "launch_flat", host_launch)
+    stored, order = load_vectors(VECTORS)[group], ScaleLayout.PLAIN
     key = np.stack(key_words(jnp.asarray(stored["key"]))) if group == "nvfp4_stochastic" else None
     for x, codes, scales, amax in zip(*(stored[f] for f in ("x", "codes", "scales", "amax")), strict=True):
         values, factors = x.view(ml_dtypes.bfloat16), oracle.scale_vector(amax.view(np.float32))
         with jax.disable_jit():
             if group == "nvfp4_2d":
                 pair = [(8, np.uint8), (1, np.uint8)]
-                made = functools.partial(arithmetic.quantize_square, packed=True)
-                got = kernel_codes.weight_rows(values.astype(np.float32), [factors], pair, made, TWO_LEVEL, name="")
+                made = functools.partial(nvfp4_arithmetic.quantize_2d, packed=True)
+                got = kernel_codes.quantize_weight_rows(
+                    values.astype(np.float32), [factors], pair, made, TWO_LEVEL, name=""
+                )
                 same(got, [oracle.pack_tokens(codes), np.repeat(scales, 16, 1)])
                 continue
             elif group == "nvfp4_hadamard":
-                got = K.quantize(np.ascontiguousarray(values.T), columns=K.Columnwise(factors, codes=order))
+                got = K.quantize_tiled(
+                    np.ascontiguousarray(values.T), columns=K.ColumnwiseOperand(factors, code_scale_layout=order)
+                )
             else:
-                got = K.quantize(values, rows=K.Rowwise(factors, key, codes=order))
+                got = K.quantize_tiled(values, rows=K.RowwiseOperand(factors, key, code_scale_layout=order))
         same(got, [oracle.pack_tokens(codes.T).T, scales])
 
 
 def test_a_forward_operand_of_subnormal_numbers(monkeypatch):
     """What it stands for is float32 of every size; outside XLA, as above."""
-    monkeypatch.setattr(kernel_codes, "launch", host_launch)
+    monkeypatch.setattr(kernel_codes, "launch_flat", host_launch)
     small = (data((32, 96), "normal").astype(np.float32) * np.float32(1e-38)).astype(ml_dtypes.bfloat16)
     how, rule = {"axis": 0, "rule": "squared"}, {"rule": RULES["squared"]}
     vector = functools.partial(oracle.scale_vector, top=oracle.TOPS["squared"])
@@ -191,8 +201,12 @@ def test_a_forward_operand_of_subnormal_numbers(monkeypatch):
     assert ((numbers != 0) & (np.abs(numbers) < np.finfo(np.float32).tiny)).mean() > 0.3
     turned = oracle.hadamard_tokens(numbers.astype(ml_dtypes.bfloat16))
     with jax.disable_jit():
-        column = K.quantize(carrier, columns=K.Columnwise(vector(top(turned)), packed=True, owed=owed, **rule))
-        weight = K.quantize_weight(carrier.astype(np.float32), vector(top(numbers)), axis=-2, owed=owed, **rule)
+        column = K.quantize_tiled(
+            carrier, columns=K.ColumnwiseOperand(vector(top(turned)), packed=True, deferred_alpha=owed, **rule)
+        )
+        weight = K.quantize_weight_kernel(
+            carrier.astype(np.float32), vector(top(numbers)), axis=-2, deferred_alpha=owed, **rule
+        )
     codes, scales, _ = oracle.quantize(turned, top(turned), **how)
     same(column, [oracle.pack_tokens(codes), scales])
     want = oracle.quantize(numbers, top(numbers), **how)[2]
@@ -213,12 +227,12 @@ def bits(x):
 def test_carriers_of_widths_that_no_tile_divides(shape):
     x = data(shape, "wide")
     turned, key = oracle.hadamard_tokens(x), jnp.asarray(KEYS[0])
-    found = [np.asarray(part).max().view(np.float32) for part in K.maxima(jnp.asarray(x))]
+    found = [np.asarray(part).max().view(np.float32) for part in K.partial_amax(jnp.asarray(x))]
     assert found == [top(x), top(turned)]
-    row, codes, scales = K.quantize(
+    row, codes, scales = K.quantize_tiled(
         jnp.asarray(x),
-        rows=K.Rowwise(scale(top(x)), key),
-        columns=K.Columnwise(scale(top(turned)), packed=True),
+        rows=K.RowwiseOperand(scale(top(x)), key),
+        columns=K.ColumnwiseOperand(scale(top(turned)), packed=True),
     )
     noise = padded(oracle.random_bytes(*shape, KEYS[0]))
     want = oracle.quantize(padded(x), top(x), axis=1, noise=noise)[2][:, : shape[1]]
@@ -226,7 +240,7 @@ def test_carriers_of_widths_that_no_tile_divides(shape):
     column = oracle.quantize(turned, top(turned), axis=0)
     np.testing.assert_array_equal(codes, oracle.pack_tokens(column[0]))
     np.testing.assert_array_equal(scales, column[1])
-    np.testing.assert_array_equal(bits(K.unpack(codes, scales)), column[2].view(np.uint16))
+    np.testing.assert_array_equal(bits(K.unpack_tiled(codes, scales)), column[2].view(np.uint16))
 
 
 @pytest.mark.slow
@@ -235,11 +249,11 @@ def test_swiglu_carriers_of_an_odd_width(width):
     """Two columns a lane. Oracle: the carriers of the tensors themselves, four columns a lane."""
     g, u, d = (jnp.asarray(data((32, width), name)) for name in ("wide", "normal", "normal"))
     factors, key = scale(3.0), jnp.asarray(KEYS[0])
-    row, column = K.Rowwise(factors, key), K.Columnwise(factors, key)
-    got = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
+    row, column = K.RowwiseOperand(factors, key), K.ColumnwiseOperand(factors, key)
+    got = K.swiglu_quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
     dg, du, h = activation(g, u, d)
-    want = [a for x in (dg, du) for a in K.quantize(x, rows=row, columns=column)]
-    want += K.quantize(h, columns=column)
+    want = [a for x in (dg, du) for a in K.quantize_tiled(x, rows=row, columns=column)]
+    want += K.quantize_tiled(h, columns=column)
     for found, right in zip(got, want, strict=True):
         np.testing.assert_array_equal(bits(found), bits(right))
 
@@ -247,12 +261,12 @@ def test_swiglu_carriers_of_an_odd_width(width):
 @pytest.mark.parametrize("shape", [(48, 144), (32, 43)], ids=str)
 def test_weights_of_widths_that_no_tile_divides(shape):
     w = data(shape, "wide").astype(np.float32) * np.float32(1.001)
-    parts = K.weight_maxima(jnp.asarray(w))
+    parts = K.weight_partial_amax(jnp.asarray(w))
     assert np.asarray(parts).max().view(np.float32) == top(w)
     codes, scales, carrier = oracle.quantize(padded(w), top(w), axis=1, block2d=True)
-    got = K.quantize_weight(jnp.asarray(w), scale(top(w)))
+    got = K.quantize_weight_kernel(jnp.asarray(w), scale(top(w)))
     np.testing.assert_array_equal(bits(got), np.ascontiguousarray(carrier[:, : shape[1]]).view(np.uint16))
-    packed = K.pack_weight(jnp.asarray(w), scale(top(w)))
+    packed = K.pack_weight_kernel(jnp.asarray(w), scale(top(w)))
     same(packed, [oracle.pack_tokens(codes)[:, : shape[1]], scales])
 
 
@@ -260,28 +274,32 @@ def test_scale_order_is_the_tiling():
     """Row r and scale c lie in tile (r // 128, c // 4) at (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4."""
     rows, scales = 300, 10
     r, c = np.meshgrid(np.arange(rows, dtype=np.uint32), np.arange(scales, dtype=np.uint32), indexing="ij")
-    got = ScaleOrder.TILED.index(Vector(4), r, c, scales)
+    got = ScaleLayout.TILED.index(NumpyLaneOps(4), r, c, scales)
     want = (r // 128 * 3 + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
     np.testing.assert_array_equal(got, want)
     numbers = np.arange(rows * scales).reshape(rows, scales)
-    np.testing.assert_array_equal(np.asarray(tile_scales(jnp.asarray(numbers)))[got], numbers)
+    np.testing.assert_array_equal(np.asarray(swizzle_scales(jnp.asarray(numbers)))[got], numbers)
 
 
 def test_mixed_operands_are_refused():
     x, s = jnp.zeros((16, 128), jnp.bfloat16), scale(1.0)
     with pytest.raises(ValueError, match="carriers or codes"):
-        K.quantize(x, rows=K.Rowwise(s), columns=K.Columnwise(s, codes=ScaleOrder.PLAIN))
+        K.quantize_tiled(
+            x, rows=K.RowwiseOperand(s), columns=K.ColumnwiseOperand(s, code_scale_layout=ScaleLayout.PLAIN)
+        )
     with pytest.raises(ValueError, match="multiple of 16 tokens"):
-        K.quantize(jnp.zeros((24, 128), jnp.bfloat16), rows=K.Rowwise(s, codes=ScaleOrder.PLAIN))
+        K.quantize_tiled(
+            jnp.zeros((24, 128), jnp.bfloat16), rows=K.RowwiseOperand(s, code_scale_layout=ScaleLayout.PLAIN)
+        )
 
 
 @pytest.mark.parametrize("width", [128, 48])
 def test_what_is_read_together_has_one_shape_and_dtype(width):
     """A kernel without tiles would read on behind a smaller array."""
     g, side = jnp.zeros((32, width), jnp.bfloat16), scale(1)
-    row, column = K.Rowwise(side), K.Columnwise(side)
-    backward = functools.partial(K.quantize_backward, dg=(row, column), du=(row, column), h=column)
-    for passes in (backward, K.backward_maxima):
+    row, column = K.RowwiseOperand(side), K.ColumnwiseOperand(side)
+    backward = functools.partial(K.swiglu_quantize_backward, dg=(row, column), du=(row, column), h=column)
+    for passes in (backward, K.swiglu_backward_amax):
         with pytest.raises(ValueError, match=rf"got bfloat16\[32, {width}\], bfloat16\[16, {width}\], "):
             passes(g, g[:16], g)
         with pytest.raises(ValueError, match="one shape and dtype"):
@@ -293,26 +311,26 @@ def test_what_is_read_together_has_one_shape_and_dtype(width):
 def launched(monkeypatch, rule, codes=None):
     """The lanes that SwiGLU's backward pass is launched with, four operands of five by chance."""
     found = []
-    monkeypatch.setattr(kernel_codes, "launch", lambda *_, lanes, **__: found.append(lanes) or [])
-    how = {"rule": RULES[rule], "codes": codes}
-    row, column = K.Rowwise(scale(1), KEYS[0], **how), K.Columnwise(scale(1), KEYS[0], **how)
+    monkeypatch.setattr(kernel_codes, "launch_flat", lambda *_, lanes, **__: found.append(lanes) or [])
+    how = {"rule": RULES[rule], "code_scale_layout": codes}
+    row, column = K.RowwiseOperand(scale(1), KEYS[0], **how), K.ColumnwiseOperand(scale(1), KEYS[0], **how)
     given = [jnp.zeros((64, 128), jnp.bfloat16)] * 3
-    K.quantize_backward(*given, dg=(row, column), du=(row, column), h=K.Columnwise(scale(1), **how))
+    K.swiglu_quantize_backward(*given, dg=(row, column), du=(row, column), h=K.ColumnwiseOperand(scale(1), **how))
     return found[0]
 
 
 @pytest.mark.parametrize("rule, needed", [("plain", 96), ("squared", 160), ("absolute", 160), ("expected", 144)])
 def test_swiglu_s_backward_pass_has_registers_for_its_rule(monkeypatch, rule, needed):
     """What ptxas says that a lane has to have for fewer than 60 spilled bytes; with 96 `squared` spills 1,096."""
-    assert 65536 // (128 * launched(monkeypatch, rule).groups) >= needed
+    assert 65536 // (128 * launched(monkeypatch, rule).programs_per_sm) >= needed
 
 
 def test_a_layer_of_4_gib_is_found():
     """The address of element 7 of layer 3 of a stack, as the instructions that mention it make it."""
     size, registers = 5 * 2**30, {"$1": 1 << 40, "[$2]": 3}
-    machine = PtxMemory(2, None, {1: (2, size)})
+    machine = PtxLaneMemoryOps(2, None, {1: (2, size)})
     machine.address(1, 7, 2)
-    for line in machine.text(1, 1, 1).splitlines():
+    for line in machine.kernel_source(1, 1, 1).splitlines():
         code, _, rest = line.rstrip(";").partition(" ")
         to, *given = [part.strip() for part in rest.split(",")]
         if not {"layer1", "[$2]"} & {to, *given} or code == ".reg":

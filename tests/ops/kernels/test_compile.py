@@ -11,19 +11,25 @@ from kernel_programs import compiled, compiled_choosing, compiled_codes, compile
 
 from halfbyte import devices, ops
 from halfbyte import kernels as K
-from halfbyte.recipe import recipe
+from halfbyte.recipes import recipe
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
 
 
 def linear(x, w, dy, key):
     """The passes of one linear, forward and backward."""
-    x_row, x_column = K.tensor_scales(*K.maxima(x))
-    (w_scale,) = K.tensor_scales(K.weight_maxima(w))
-    dy_row, dy_column = K.tensor_scales(*K.maxima(dy))
-    carriers = K.quantize(x, rows=K.Rowwise(x_row), columns=K.Columnwise(x_column, packed=True))
-    gradients = K.quantize(dy, rows=K.Rowwise(dy_row, key), columns=K.Columnwise(dy_column, key))
-    return carriers[0], K.unpack(*carriers[1:]), K.quantize_weight(w, w_scale), K.pack_weight(w, w_scale), gradients
+    x_row, x_column = K.compute_tensor_scales(*K.partial_amax(x))
+    (w_scale,) = K.compute_tensor_scales(K.weight_partial_amax(w))
+    dy_row, dy_column = K.compute_tensor_scales(*K.partial_amax(dy))
+    carriers = K.quantize_tiled(x, rows=K.RowwiseOperand(x_row), columns=K.ColumnwiseOperand(x_column, packed=True))
+    gradients = K.quantize_tiled(dy, rows=K.RowwiseOperand(dy_row, key), columns=K.ColumnwiseOperand(dy_column, key))
+    return (
+        carriers[0],
+        K.unpack_tiled(*carriers[1:]),
+        K.quantize_weight_kernel(w, w_scale),
+        K.pack_weight_kernel(w, w_scale),
+        gradients,
+    )
 
 
 def test_passes_compile_for_blackwell():
@@ -56,7 +62,7 @@ def three_linears(x, w, dy, seed):
 def test_an_input_of_three_linears_is_quantized_once():
     like = shapes(topology_of("h200"))
     args = like(256, 512), like(512, 512, dtype=jnp.float32), like(256, 512), like(dtype=jnp.uint32)
-    with ops.compile_for(devices.device("h200")):
+    with ops.compile_for(devices.device_by_name("h200")):
         text = compiled(three_linears, "h200", *args)
     names = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
     assert names["quantize_rows_columns_hadamard_packed"] == names["unpack"] == 1
@@ -72,7 +78,7 @@ def one_linear(x, w, dy, seed):
 def test_a_width_that_no_tile_divides_is_served_by_kernels():
     like = shapes(topology_of("h200"))
     args = like(1024, 512), like(512, 1376, dtype=jnp.float32), like(1024, 1376), like(dtype=jnp.uint32)
-    with ops.compile_for(devices.device("h200")):
+    with ops.compile_for(devices.device_by_name("h200")):
         text = compiled(one_linear, "h200", *args)
     names = re.findall(r'op_name="[^"]*?/(\w+)/mpmd_map', text)
     assert names.count("gemm") == 3 and "__cublas" not in text
@@ -90,7 +96,7 @@ def test_forward_operands_are_quantized_once_more_by_kernels():
         return y, pull(dy)
 
     args = like(1024, 512), like(512, 512, dtype=jnp.float32), like(1024, 512), like(dtype=jnp.uint32)
-    with ops.compile_for(devices.device("h200")):
+    with ops.compile_for(devices.device_by_name("h200")):
         text = compiled(program, "h200", *args)
     names = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
     assert names["maxima"] == 4  # of x, of what its operand stands for, of what it leaves over, of dy
@@ -109,7 +115,7 @@ def test_no_pass_over_a_tensor_of_quartet2_is_left_to_xla():
         return y, pull(dy)
 
     args = like(1024, 512), like(512, 512, dtype=jnp.float32), like(1024, 512), like(dtype=jnp.uint32)
-    with ops.compile_for(devices.device("h200")):
+    with ops.compile_for(devices.device_by_name("h200")):
         text = compiled(program, "h200", *args)
     names = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
     assert names["maxima"] == names["quantize_rows_squared"] == names["quantize_weight_columns"] == names["unpack"] == 1

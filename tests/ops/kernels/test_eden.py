@@ -9,14 +9,14 @@ import test_arithmetic as arrays
 from kernel_programs import quartet2
 
 from halfbyte import formats, kernels
-from halfbyte.formats.noise import key_words
-from halfbyte.kernels import Window, arithmetic, eden, top_of, weights
-from halfbyte.kernels import codes as kernel_codes
-from halfbyte.kernels.blocks import Quantizer
-from halfbyte.kernels.launch import on_host
-from halfbyte.kernels.ptx import Ptx
-from halfbyte.kernels.scale import entries
-from halfbyte.kernels.vector import Vector
+from halfbyte.formats.random_bits import key_words
+from halfbyte.kernels import GlobalWindow, amax_target, ms_eden, nvfp4_arithmetic, nvfp4_weight
+from halfbyte.kernels import nvfp4_untiled as kernel_codes
+from halfbyte.kernels.block_scales import KernelQuantizer
+from halfbyte.kernels.mosaic_launch import launch_on_host
+from halfbyte.kernels.numpy_lanes import NumpyLaneOps
+from halfbyte.kernels.ptx_lanes import PtxLaneOps
+from halfbyte.kernels.tensor_scale_kernel import quantizer_entries
 
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 QUARTET, EDEN = formats.NVFP4_QUARTET.scale, formats.NVFP4_EDEN.scale
@@ -29,10 +29,10 @@ def on_the_host(monkeypatch):
     """Outside XLA, whose threads flush subnormal numbers."""
 
     def launch(body, arrays, outputs, *, programs, lanes, name):
-        return on_host(body, [np.asarray(a) for a in arrays], outputs, programs=programs, lanes=lanes)
+        return launch_on_host(body, [np.asarray(a) for a in arrays], outputs, programs=programs, lanes=lanes)
 
-    for module in (eden, kernel_codes):
-        monkeypatch.setattr(module, "launch", launch)
+    for module in (ms_eden, kernel_codes):
+        monkeypatch.setattr(module, "launch_flat", launch)
     with jax.disable_jit(), np.errstate(all="ignore"):
         yield
 
@@ -54,7 +54,7 @@ def data(shape, kind):
 def vector(amax, rule):
     """The scale vector, from the oracle's own divisions."""
     finite = amax <= np.finfo(np.float32).max
-    a, b = (np.float32(t) for t in top_of(rule))
+    a, b = (np.float32(t) for t in amax_target(rule))
     d = np.float32(1) if amax == 0 or not finite else np.float32(amax) / a / b
     return np.array([amax, d if d else np.inf, d, 1, d if finite else np.nan, 0, 0, 0], np.float32)
 
@@ -71,30 +71,33 @@ def same(got, want):
 def made(x, numbers, axis, forward=None, noise=None, packed=False, **more):
     """(what the kernels make of x, what the oracle makes of `numbers`)."""
     turned = oracle.hadamard128(numbers, signs(1), axis=axis % 2)
-    (top,) = [np.asarray(t).max().view(np.float32) for t in [eden.maxima(x, signs(1), axis=axis, forward=forward)]]
+    (top,) = [
+        np.asarray(t).max().view(np.float32)
+        for t in [ms_eden.eden_partial_amax(x, signs(1), axis=axis, forward=forward)]
+    ]
     assert top == np.abs(turned).max()
-    drawn = eden.Drawn(vector(top, EDEN), **{"rule": EDEN, "key": KEY} | more)
-    got = eden.quantize(x, signs(1), drawn, axis=axis, forward=forward, packed=packed)
+    drawn = ms_eden.EdenQuantization(vector(top, EDEN), **{"rule": EDEN, "key": KEY} | more)
+    got = ms_eden.eden_quantize(x, signs(1), drawn, axis=axis, forward=forward, packed=packed)
     noise = oracle.random_bytes(*x.shape, KEY) if noise is None else noise
     return got, oracle.eden(turned, noise, axis=axis % 2)
 
 
-class Fused(Vector):
+class Fused(NumpyLaneOps):
     """The divisions of the GPU's machine, with an exact reciprocal, and its NaN; its product and sum is rounded once,
     by way of float64: no sum here that is not exact there comes as near to the middle of two float32 as float64 rounds.
     """
 
-    divisor, over = Ptx.divisor, Ptx.over
+    divisor, over = PtxLaneOps.prepare_divisor, PtxLaneOps.div_prepared
 
     def ffma(self, a, b, c):
-        wide = [self.real(x).astype(np.float64) for x in (a, b, c)]
+        wide = [self.as_f32(x).astype(np.float64) for x in (a, b, c)]
         return one_nan((wide[0] * wide[1] + wide[2]).astype(np.float32))
 
     def fmul(self, a, b):
         return one_nan(super().fmul(a, b))
 
     def ffma_cut(self, a, b, c):
-        return one_nan(super().ffma_cut(a, b, c))
+        return one_nan(super().ffma_rz(a, b, c))
 
 
 def one_nan(made):
@@ -111,7 +114,7 @@ def test_divisions_without_a_branch_are_rounded_as_divisions_are():
     a = np.where(rng.random(b.size) < 0.5, (a.view(np.uint32) & 0xFFFF0000).view(np.float32), a)
     good = np.isfinite(a) & (b.view(np.uint32) <= 0x7E800000)
     a, b = a[good], b[good]
-    np.testing.assert_array_equal(m.over(a, m.divisor(b)), np.where(b == 0, np.float32(0), a / b))
+    np.testing.assert_array_equal(m.div_prepared(a, m.prepare_divisor(b)), np.where(b == 0, np.float32(0), a / b))
     assert good.mean() > 0.9 and (b < np.finfo(np.float32).tiny).mean() > 0.05
 
 
@@ -123,15 +126,15 @@ def test_forward_operands(kind):
     if kind in ("inf", "nan"):
         x[3, 5], x[20, 7] = float(kind), -float(kind)
     scale = vector(np.abs(x.astype(np.float32)).max(), QUARTET)
-    how = Quantizer(QUARTET, "away", *(scale[i] for i in entries(QUARTET)))
+    how = KernelQuantizer(QUARTET, "away", *(scale[i] for i in quantizer_entries(QUARTET)))
     for columns, tokens in ((8, 8), (4, 16), (2, 16)):
-        for machine in (Vector, Fused):
-            got = arithmetic.quantize_rows(machine(columns), arrays.words(x, columns, tokens), how)
+        for machine in (NumpyLaneOps, Fused):
+            got = nvfp4_arithmetic.quantize_rows_to_bf16(machine(columns), arrays.words(x, columns, tokens), how)
             arrays.same_bits(arrays.array(got, ml_dtypes.bfloat16), oracle.quartet(x, axis=1)[2])
-    m, rows = Vector(4), arrays.words(x, 4, 16)
+    m, rows = NumpyLaneOps(4), arrays.words(x, 4, 16)
     codes, scales, carrier, _ = oracle.quartet(x, axis=0)
     for packed in (False, True):
-        got = arithmetic.quantize_columns(m, rows, how, hadamard=False, packed=packed)
+        got = nvfp4_arithmetic.quantize_columns_to_bf16(m, rows, how, hadamard=False, packed=packed)
         if packed:
             same(
                 [arrays.array(got[:8], np.uint8), arrays.array(got[8:], np.uint8)], [oracle.pack_tokens(codes), scales]
@@ -140,8 +143,8 @@ def test_forward_operands(kind):
             arrays.same_bits(arrays.array(got, ml_dtypes.bfloat16), carrier)
     w = x.astype(np.float32) * np.float32(1.001)
     scale = vector(np.abs(w).max(), QUARTET)
-    got = kernel_codes.weight_rows(
-        w, [scale], [(16, ml_dtypes.bfloat16)], weights._MADE[-2], QUARTET, name="", rounding="away"
+    got = kernel_codes.quantize_weight_rows(
+        w, [scale], [(16, ml_dtypes.bfloat16)], nvfp4_weight._TRANSFORM_OF_AXIS[-2], QUARTET, name="", rounding="away"
     )
     same(got, [oracle.quartet(w, axis=0)[2]])
 
@@ -167,7 +170,7 @@ def test_what_a_forward_operand_stands_for(kind, axis):
         x = data(shape, kind)
         x = x.astype(np.float32) * np.float32(1.001) if axis == -1 else x
         numbers = oracle.quartet(x, axis=axis % 2 ^ 1)[3]
-        forward = eden.Forward(vector(np.abs(x.astype(np.float32)).max(), QUARTET), QUARTET, "away")
+        forward = ms_eden.ForwardOperand(vector(np.abs(x.astype(np.float32)).max(), QUARTET), QUARTET, "away")
         got, (codes, scales, carrier) = made(x, numbers, axis, forward, packed=axis == -2)
         same(got, [carrier] if axis == -1 else [oracle.pack_tokens(codes), scales])
 
@@ -177,7 +180,7 @@ def test_what_a_forward_operand_stands_for(kind, axis):
 def test_a_part_of_a_tensor_has_the_bytes_of_its_place(whole):
     key, offset, shape = jax.random.key(3), (1, 128, 256), (1, 128, 128)
     noise = np.asarray(formats.random_bytes(key, shape, offset=offset, global_shape=whole, aligned=True))[0]
-    words, window = np.stack(key_words(key)), Window.of(shape, offset, whole)
+    words, window = np.stack(key_words(key)), GlobalWindow.from_offset(shape, offset, whole)
     x = data(shape[1:], "normal")
     for axis in (-1, -2):
         got, (_, _, carrier) = made(x, x, axis, noise=noise, key=words, window=window)
@@ -191,7 +194,7 @@ def test_every_operand_of_quartet2(kind):
     """The program that a GPU runs in test_on_gpu, by tiles where it has them; XLA flushes subnormal numbers."""
     x = data((128, 128), kind)
     given = x, x.astype(np.float32) * np.float32(1.001), KEY, signs(3)
-    with kernels.interpreted():
+    with kernels.interpret_kernels():
         same(quartet2(*given), oracle.quartet2(*given))
 
 
@@ -200,6 +203,8 @@ def test_what_is_not_finite_is_seen():
     for bad in (np.nan, np.inf):
         x[3, 5] = bad
         for axis in (-1, -2):
-            assert not np.isfinite(np.asarray(eden.maxima(x, signs(1), axis=axis)).view(np.float32)).all()
-            forward = eden.Forward(vector(np.abs(x.astype(np.float32)).max(), QUARTET), QUARTET, "away")
-            assert np.isnan(np.asarray(eden.maxima(x, signs(1), axis=axis, forward=forward)).view(np.float32)).all()
+            assert not np.isfinite(np.asarray(ms_eden.eden_partial_amax(x, signs(1), axis=axis)).view(np.float32)).all()
+            forward = ms_eden.ForwardOperand(vector(np.abs(x.astype(np.float32)).max(), QUARTET), QUARTET, "away")
+            assert np.isnan(
+                np.asarray(ms_eden.eden_partial_amax(x, signs(1), axis=axis, forward=forward)).view(np.float32)
+            ).all()

@@ -7,12 +7,12 @@ import pytest
 from instruments import activation
 
 from halfbyte import kernels
-from halfbyte.kernels import f8
-from halfbyte.kernels.stacks import Layer
+from halfbyte.kernels import fp8_cast
+from halfbyte.kernels.mosaic_launch import StackSlice
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-TILING = f8.F8Tiling(32, 16, 1)
+TILING = fp8_cast.Fp8Tiling(32, 16, 1)
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
@@ -20,15 +20,15 @@ def codes(x, element):
     """The definition: S = top / amax, x * S in float32, nearest even, saturating."""
     x = x.astype(np.float32)
     amax = np.abs(x).max()
-    s = np.float32(f8.TOPS[element]) / amax if amax else np.float32(1)
-    top = np.float32(f8.TOPS[element])
+    s = np.float32(fp8_cast.FP8_MAX[element]) / amax if amax else np.float32(1)
+    top = np.float32(fp8_cast.FP8_MAX[element])
     return np.clip(x * s, -top, top).astype(TYPES[element]).view(np.uint8)
 
 
 def scale(x, element):
     amax = np.abs(x.astype(np.float32)).max()
-    bits = kernels.amax_bits(jnp.asarray(amax))
-    return kernels.tensor_scale(bits, top=f8.TOPS[element])
+    bits = kernels.amax_to_bits(jnp.asarray(amax))
+    return kernels.compute_tensor_scale(bits, top=fp8_cast.FP8_MAX[element])
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def scale(x, element):
 def test_cast(element, dtype):
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((64, 32)) * np.exp2(rng.integers(-20, 2, (64, 32)))).astype(dtype)
-    plain, turned = f8.cast(jnp.asarray(x), scale(x, element), element=element, tiling=TILING)
+    plain, turned = fp8_cast.fp8_cast_transpose(jnp.asarray(x), scale(x, element), element=element, tiling=TILING)
     assert plain.dtype == TYPES[element] and turned.shape == (32, 64)
     np.testing.assert_array_equal(np.asarray(plain).view(np.uint8), codes(x, element))
     np.testing.assert_array_equal(np.asarray(turned).view(np.uint8), codes(x, element).T)
@@ -50,11 +50,11 @@ def test_swiglu_casts_are_those_of_the_activation():
     made = [np.asarray(a) for a in activation(g, u, d)]
     elements = ("e5m2", "e5m2", "e4m3")
     scales = [scale(x, e) for x, e in zip(made, elements, strict=True)]
-    got = f8.cast_backward(g, u, d, scales, tiling=TILING)
+    got = fp8_cast.fp8_swiglu_cast_backward(g, u, d, scales, tiling=TILING)
     dg, du, h = (codes(x, e) for x, e in zip(made, elements, strict=True))
     for a, b in zip(got, (dg, dg.T, du, du.T, h.T), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b)
-    (row,) = f8.cast_forward(g, u, scales[2], tiling=TILING)
+    (row,) = fp8_cast.fp8_swiglu_cast_forward(g, u, scales[2], tiling=TILING)
     np.testing.assert_array_equal(np.asarray(row).view(np.uint8), h)
 
 
@@ -62,13 +62,13 @@ def test_swiglu_casts_are_those_of_the_activation():
 def test_a_layer_of_a_stack_is_read_in_place():
     rng = np.random.default_rng(1)
     g, u, d = (jnp.asarray(rng.standard_normal((64, 128)).astype(ml_dtypes.bfloat16)) for _ in range(3))
-    layers = [Layer(jnp.full((2, 64, 128), jnp.nan, jnp.bfloat16).at[1].set(a), jnp.int32(1)) for a in (g, u)]
+    layers = [StackSlice(jnp.full((2, 64, 128), jnp.nan, jnp.bfloat16).at[1].set(a), jnp.int32(1)) for a in (g, u)]
     scales = [scale(np.asarray(x), "e4m3") for x in (g, u, d)]
-    got, want = (f8.cast_backward(*pair, d, scales, tiling=TILING) for pair in (layers, (g, u)))
+    got, want = (fp8_cast.fp8_swiglu_cast_backward(*pair, d, scales, tiling=TILING) for pair in (layers, (g, u)))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
 def test_unsupported():
-    assert "multiple of 128 rows, got 100" in f8.unsupported(100, 128)
-    assert f8.unsupported(256, 128, capability=(9, 0)) is None
+    assert "multiple of 128 rows, got 100" in fp8_cast.unsupported_fp8(100, 128)
+    assert fp8_cast.unsupported_fp8(256, 128, capability=(9, 0)) is None

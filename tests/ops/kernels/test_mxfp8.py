@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from instruments import activation
 
-from halfbyte.formats import MXFP8, quantize, tile_scales
-from halfbyte.kernels import ScaleOrder, mxfp8
-from halfbyte.kernels.mxfp8 import MxOperand
+from halfbyte.formats import MXFP8, quantize, swizzle_scales
+from halfbyte.kernels import ScaleLayout, mxfp8_quantize
+from halfbyte.kernels.mxfp8_quantize import MxOperandSpec
 
 pytestmark = pytest.mark.usefixtures("interpreted", "quick_code")
 
@@ -41,7 +41,7 @@ def want(x, operand):
     """(codes, scales) of x filled up with zeros to whole blocks."""
     turned = x.T if operand.along_tokens else x
     codes, scales = definition(np.pad(turned, ((0, 0), (0, -turned.shape[1] % 32))), operand.element)
-    return codes, scales if operand.order is ScaleOrder.PLAIN else tile_scales(jnp.asarray(scales))
+    return codes, scales if operand.order is ScaleLayout.PLAIN else swizzle_scales(jnp.asarray(scales))
 
 
 def same(got, x, operands):
@@ -51,19 +51,19 @@ def same(got, x, operands):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ScaleOrder)
+@pytest.mark.parametrize("order", ScaleLayout)
 @pytest.mark.parametrize("shape", [(128, 128), (96, 160), (32, 43), (160, 62)], ids=str)
 def test_rows_and_columns_in_one_read(shape, order):
     x = data(shape)
-    operands = MxOperand(False, order), MxOperand(True, order)
-    same(mxfp8.quantize(jnp.asarray(x), operands=operands), [x, x], operands)
+    operands = MxOperandSpec(False, order), MxOperandSpec(True, order)
+    same(mxfp8_quantize.quantize_mxfp8(jnp.asarray(x), operands=operands), [x, x], operands)
 
 
 @pytest.mark.parametrize("element", TYPES)
 def test_weights_and_gradients(element):
     w = data((64, 96), np.float32) * np.float32(1.0001)
-    operands = MxOperand(True, element=element), MxOperand(False, element=element)
-    same(mxfp8.quantize(jnp.asarray(w), operands=operands), [w, w], operands)
+    operands = MxOperandSpec(True, element=element), MxOperandSpec(False, element=element)
+    same(mxfp8_quantize.quantize_mxfp8(jnp.asarray(w), operands=operands), [w, w], operands)
 
 
 @pytest.mark.slow
@@ -72,11 +72,11 @@ def test_swiglu():
     g, u, d = (jnp.asarray(rng.standard_normal((64, 96)).astype(ml_dtypes.bfloat16)) for _ in range(3))
     dg, du, h = (np.asarray(a) for a in activation(g, u, d))
     operands = tuple(
-        MxOperand(along, tensor=i) for i, along in ((0, False), (0, True), (1, False), (1, True), (2, True))
+        MxOperandSpec(along, tensor=i) for i, along in ((0, False), (0, True), (1, False), (1, True), (2, True))
     )
-    same(mxfp8.quantize_backward(g, u, d, operands=operands), [dg, dg, du, du, h], operands)
-    operands = mxfp8.ROW, mxfp8.COLUMN
-    same(mxfp8.quantize_forward(g, u, operands=operands), [h, h], operands)
+    same(mxfp8_quantize.quantize_swiglu_backward_mxfp8(g, u, d, operands=operands), [dg, dg, du, du, h], operands)
+    operands = mxfp8_quantize.ROW, mxfp8_quantize.COLUMN
+    same(mxfp8_quantize.quantize_swiglu_mxfp8(g, u, operands=operands), [h, h], operands)
 
 
 @pytest.mark.slow
@@ -92,10 +92,10 @@ def test_the_definition_is_that_of_formats():
 def test_a_block_with_an_infinity_or_a_nan():
     x = data((32, 64))
     x[8, 3], x[9, 40] = np.inf, np.nan
-    _, scales = mxfp8.quantize(jnp.asarray(x), operands=(mxfp8.ROW,))
+    _, scales = mxfp8_quantize.quantize_mxfp8(jnp.asarray(x), operands=(mxfp8_quantize.ROW,))
     np.testing.assert_array_equal(np.asarray(scales)[8:10], [[254, scales[8, 1]], [scales[9, 0], 255]])
 
 
 def test_unsupported():
-    assert "multiple of 32 tokens, got 48" in mxfp8.unsupported(48, 128)
-    assert mxfp8.unsupported(64, 43, capability=(9, 0)) is None
+    assert "multiple of 32 tokens, got 48" in mxfp8_quantize.unsupported_mxfp8(48, 128)
+    assert mxfp8_quantize.unsupported_mxfp8(64, 43, capability=(9, 0)) is None

@@ -8,8 +8,8 @@ import pytest
 from kernel_programs import compiled, shapes, topology_of
 
 from halfbyte import kernels as K
-from halfbyte.kernels import norm
-from halfbyte.kernels.stacks import Layer
+from halfbyte.kernels import rms_norm
+from halfbyte.kernels.mosaic_launch import StackSlice
 
 EPS = 1e-5
 SHAPES = [(32, 1024), (64, 3072), (32, 4096), (32, 5120), (32, 8192)]
@@ -41,8 +41,8 @@ def summed(gradients):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward(shape):
     x, scale, _ = data(shape)
-    with K.interpreted():
-        h, inverse = norm.forward(x, scale, eps=EPS)
+    with K.interpret_kernels():
+        h, inverse = rms_norm.rms_norm_forward(x, scale, eps=EPS)
     exact = 1 / np.sqrt((np.asarray(x, np.float64) ** 2).mean(-1) + EPS)
     np.testing.assert_allclose(inverse, exact, rtol=3e-7)  # float32 sums: a few units in the last place, 6e-8 each
     np.testing.assert_array_equal(wide(h), bf16(wide(x) * np.asarray(inverse)[:, None] * np.asarray(scale)))
@@ -55,9 +55,9 @@ def test_backward(shape, readers):
     """In float64 from the rounded sum of the readers' gradients: off by the last rounding of dx and of the sum."""
     x, scale, (carry, *others) = data(shape)
     gradients = others[:readers]
-    with K.interpreted():
-        _, inverse = norm.forward(x, scale, eps=EPS)
-        dx, parts = norm.backward(x, inverse, scale, carry, tuple(gradients))
+    with K.interpret_kernels():
+        _, inverse = rms_norm.rms_norm_forward(x, scale, eps=EPS)
+        dx, parts = rms_norm.rms_norm_backward(x, inverse, scale, carry, tuple(gradients))
     g, r, s = summed(gradients).astype(np.float64), np.asarray(inverse, np.float64)[:, None], np.asarray(scale)
     n = wide(x) * r
     through = r * (g * s - n * (g * s * n).mean(-1, keepdims=True))
@@ -71,11 +71,11 @@ def test_backward(shape, readers):
 def test_rows_do_not_know_their_place():
     """A row's bits are the same wherever it lies: in another program, beside other rows, on another device."""
     x, scale, (carry, g, *_) = data((64, 2048))
-    with K.interpreted():
-        h, inverse = norm.forward(x, scale, eps=EPS)
-        dx, _ = norm.backward(x, inverse, scale, carry, (g,))
-        turned = norm.forward(x[::-1], scale, eps=EPS)
-        back, _ = norm.backward(x[::-1], inverse[::-1], scale, carry[::-1], (g[::-1],))
+    with K.interpret_kernels():
+        h, inverse = rms_norm.rms_norm_forward(x, scale, eps=EPS)
+        dx, _ = rms_norm.rms_norm_backward(x, inverse, scale, carry, (g,))
+        turned = rms_norm.rms_norm_forward(x[::-1], scale, eps=EPS)
+        back, _ = rms_norm.rms_norm_backward(x[::-1], inverse[::-1], scale, carry[::-1], (g[::-1],))
     np.testing.assert_array_equal(wide(turned[0][::-1]), wide(h))
     np.testing.assert_array_equal(turned[1][::-1], inverse)
     np.testing.assert_array_equal(wide(back[::-1]), wide(dx))
@@ -85,10 +85,12 @@ def test_rows_do_not_know_their_place():
     "shape, words", [((32, 1000), "multiple of 1024"), ((40, 2048), "32 tokens"), ((32, 16384), "8192")]
 )
 def test_what_it_cannot_take_is_said(shape, words):
-    assert norm.unsupported(2**20, 4096) is None and "32 bits" in (norm.unsupported(2**20 + 32, 4096) or "")
-    assert words in (norm.unsupported(*shape) or "")
+    assert rms_norm.unsupported_norm(2**20, 4096) is None and "32 bits" in (
+        rms_norm.unsupported_norm(2**20 + 32, 4096) or ""
+    )
+    assert words in (rms_norm.unsupported_norm(*shape) or "")
     with pytest.raises(ValueError, match=words):
-        norm.forward(jnp.zeros(shape, jnp.bfloat16), jnp.ones(shape[1]), eps=EPS)
+        rms_norm.rms_norm_forward(jnp.zeros(shape, jnp.bfloat16), jnp.ones(shape[1]), eps=EPS)
 
 
 @pytest.mark.slow
@@ -103,9 +105,9 @@ def check_program(name):
 
     def both(x, stack, number, scale, carry, *gradients):
         made = []
-        for each in (x, Layer(stack, number)):
-            h, inverse = norm.forward(each, scale, eps=EPS)
-            made.append((h, norm.backward(each, inverse, scale, carry, gradients)))
+        for each in (x, StackSlice(stack, number)):
+            h, inverse = rms_norm.rms_norm_forward(each, scale, eps=EPS)
+            made.append((h, rms_norm.rms_norm_backward(each, inverse, scale, carry, gradients)))
         return made
 
     x, scale = like(256, 4096), like(4096, dtype=jnp.float32)

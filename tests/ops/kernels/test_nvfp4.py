@@ -12,14 +12,14 @@ from instruments import activation, quick
 from kernel_programs import again
 
 from halfbyte import kernels
-from halfbyte.kernels import mxfp8
-from halfbyte.kernels.stacks import Layer
+from halfbyte.kernels import mxfp8_quantize
+from halfbyte.kernels.mosaic_launch import StackSlice
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 T, N = 32, 256
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
-TILING = kernels.Tiling(4, 1)
+TILING = kernels.PassTiling(4, 1)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def x():
 
 
 def scale(amax):
-    return kernels.tensor_scale(kernels.amax_bits(jnp.float32(amax)))
+    return kernels.compute_tensor_scale(kernels.amax_to_bits(jnp.float32(amax)))
 
 
 @pytest.mark.parametrize("amax", [0.0, 3.0, 1e-20, 7e30, np.inf, np.nan])
@@ -38,7 +38,7 @@ def test_tensor_scale(amax):
 
 @pytest.mark.slow
 def test_maxima_and_nan(x):
-    run = jax.jit(lambda a: kernels.maxima(a, tiling=TILING))
+    run = jax.jit(lambda a: kernels.partial_amax(a, tiling=TILING))
     plain, transformed = run(jnp.asarray(x))
     want = np.abs(x.astype(np.float32)).max(), np.abs(oracle.hadamard_tokens(x)).max()
     assert [np.asarray(p).max().view(np.float32) for p in (plain, transformed)] == list(want)
@@ -55,9 +55,9 @@ def test_stochastic_columns_take_the_bytes_of_their_element(x, lies, width):
     amax = np.abs(x.astype(np.float32)).max()
     noise = oracle.random_bytes(T, width, KEY)
     table = jnp.stack([jnp.asarray(key) for key in (KEY + 1, KEY, KEY + 2)])
-    key = jnp.asarray(KEY) if lies == "alone" else Layer(table, jnp.int32(1))
-    operand = kernels.Columnwise(scale(amax), key, hadamard=False)
-    run = jax.jit(lambda x: kernels.quantize(x, columns=operand, tiling=TILING), compiler_options=quick)
+    key = jnp.asarray(KEY) if lies == "alone" else StackSlice(table, jnp.int32(1))
+    operand = kernels.ColumnwiseOperand(scale(amax), key, hadamard=False)
+    run = jax.jit(lambda x: kernels.quantize_tiled(x, columns=operand, tiling=TILING), compiler_options=quick)
     (got,) = run(jnp.asarray(x))
     want = oracle.quantize(x, amax, axis=0, noise=noise)[2]
     same_bits(got, want)
@@ -66,10 +66,10 @@ def test_stochastic_columns_take_the_bytes_of_their_element(x, lies, width):
 def test_one_read_gives_rows_and_packed_columns(x):
     source = oracle.hadamard_tokens(x)
     tops = np.abs(x.astype(np.float32)).max(), np.abs(source).max()
-    row, codes, scales = kernels.quantize(
+    row, codes, scales = kernels.quantize_tiled(
         jnp.asarray(x),
-        rows=kernels.Rowwise(scale(tops[0]), jnp.asarray(KEY)),
-        columns=kernels.Columnwise(scale(tops[1]), packed=True),
+        rows=kernels.RowwiseOperand(scale(tops[0]), jnp.asarray(KEY)),
+        columns=kernels.ColumnwiseOperand(scale(tops[1]), packed=True),
         tiling=TILING,
     )
     want_codes, want_scales, want = oracle.quantize(source, tops[1], axis=0)
@@ -77,15 +77,15 @@ def test_one_read_gives_rows_and_packed_columns(x):
     same_bits(row, oracle.quantize(x, tops[0], axis=1, noise=noise)[2])
     np.testing.assert_array_equal(codes, oracle.pack_tokens(want_codes))
     np.testing.assert_array_equal(scales, want_scales)
-    same_bits(kernels.unpack(codes, scales, tiling=TILING), want)
+    same_bits(kernels.unpack_tiled(codes, scales, tiling=TILING), want)
 
 
 def test_weight(x):
     w = x.astype(np.float32) * np.float32(1.001)
-    parts = kernels.weight_maxima(jnp.asarray(w), tiling=TILING)
+    parts = kernels.weight_partial_amax(jnp.asarray(w), tiling=TILING)
     assert np.asarray(parts).max().view(np.float32) == np.abs(w).max()
-    scales = kernels.tensor_scale(parts)
-    got = kernels.quantize_weight(jnp.asarray(w), scales, tiling=TILING)
+    scales = kernels.compute_tensor_scale(parts)
+    got = kernels.quantize_weight_kernel(jnp.asarray(w), scales, tiling=TILING)
     same_bits(got, oracle.quantize(w, np.abs(w).max(), axis=1, block2d=True)[2])
 
 
@@ -110,16 +110,16 @@ def test_swiglu_operands_are_those_of_the_activation(x):
 
     @functools.partial(jax.jit, compiler_options=quick)
     def run(g, u, d):
-        h_scales = kernels.tensor_scales(*kernels.forward_maxima(g, u, **options))
-        scales = kernels.tensor_scales(*kernels.backward_maxima(g, u, d, **options))
-        (row,) = kernels.quantize_forward(g, u, rows=kernels.Rowwise(h_scales[0]), **options)
-        made = kernels.quantize_backward(
+        h_scales = kernels.compute_tensor_scales(*kernels.swiglu_forward_amax(g, u, **options))
+        scales = kernels.compute_tensor_scales(*kernels.swiglu_backward_amax(g, u, d, **options))
+        (row,) = kernels.swiglu_quantize_forward(g, u, rows=kernels.RowwiseOperand(h_scales[0]), **options)
+        made = kernels.swiglu_quantize_backward(
             g,
             u,
             d,
-            dg=(kernels.Rowwise(scales[0], key), kernels.Columnwise(scales[1], key)),
-            du=(kernels.Rowwise(scales[2], key), kernels.Columnwise(scales[3], key)),
-            h=kernels.Columnwise(h_scales[1]),
+            dg=(kernels.RowwiseOperand(scales[0], key), kernels.ColumnwiseOperand(scales[1], key)),
+            du=(kernels.RowwiseOperand(scales[2], key), kernels.ColumnwiseOperand(scales[3], key)),
+            h=kernels.ColumnwiseOperand(h_scales[1]),
         )
         return h_scales, row, made
 
@@ -146,14 +146,14 @@ def test_a_layer_of_a_stack_is_read_in_place():
     stacks = [jnp.full((3, T, N), jnp.nan, jnp.bfloat16).at[2].set(a) for a in (g, u)]
 
     def run(g, u):
-        tops = kernels.backward_maxima(g, u, d, tensors=3, tiling=TILING)
-        scales = kernels.tensor_scales(*tops)
-        dg, du = ((kernels.Rowwise(s), kernels.Columnwise(t)) for s, t in (scales[:2], scales[2:4]))
-        return *tops, *kernels.quantize_backward(g, u, d, dg=dg, du=du, h=kernels.Columnwise(scales[5]))
+        tops = kernels.swiglu_backward_amax(g, u, d, tensors=3, tiling=TILING)
+        scales = kernels.compute_tensor_scales(*tops)
+        dg, du = ((kernels.RowwiseOperand(s), kernels.ColumnwiseOperand(t)) for s, t in (scales[:2], scales[2:4]))
+        return *tops, *kernels.swiglu_quantize_backward(g, u, d, dg=dg, du=du, h=kernels.ColumnwiseOperand(scales[5]))
 
     @functools.partial(jax.jit, compiler_options=quick)
     def both(g, u, stacks, layer):
-        return run(*(Layer(stack, layer) for stack in stacks)), run(g, u)
+        return run(*(StackSlice(stack, layer) for stack in stacks)), run(g, u)
 
     for got, want in zip(*both(g, u, stacks, jnp.int32(2)), strict=True):
         np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))
@@ -172,8 +172,9 @@ def test_a_pass_writes_a_layer_of_a_stack_and_nothing_else(width):
 
     @functools.partial(jax.jit, compiler_options=quick)
     def both(g, u, stacks, layer):
-        into = [Layer(stack, layer) for stack in stacks]
-        return kernels.forward_maxima(g, u, into=into, **options), kernels.forward_maxima(g, u, **options)
+        into = [StackSlice(stack, layer) for stack in stacks]
+        amax = functools.partial(kernels.swiglu_forward_amax, g, u, **options)
+        return amax(stack_slices=into), amax()
 
     (*tops, new_g, new_u), alone = both(g, u, stacks, jnp.int32(1))
     for got, want in zip(tops, alone, strict=True):
@@ -187,11 +188,11 @@ def same_bits(got, want):
 
 
 def test_unsupported_names_the_shape():
-    assert "tokens" in kernels.unsupported(40, 256)
-    assert kernels.unsupported(2**18, 2**14) is None
-    assert "32 bits" in kernels.unsupported(2**18 + 16, 2**14)
-    assert "32 bits" in mxfp8.unsupported(2**18 + 32, 2**14)
-    assert "capability" in kernels.unsupported(32, 256, capability=(8, 0))
-    assert kernels.unsupported(32, 256) is None
+    assert "tokens" in kernels.unsupported_tiled(40, 256)
+    assert kernels.unsupported_tiled(2**18, 2**14) is None
+    assert "32 bits" in kernels.unsupported_tiled(2**18 + 16, 2**14)
+    assert "32 bits" in mxfp8_quantize.unsupported_mxfp8(2**18 + 32, 2**14)
+    assert "capability" in kernels.unsupported_tiled(32, 256, capability=(8, 0))
+    assert kernels.unsupported_tiled(32, 256) is None
     with pytest.raises(ValueError, match="multiple of 16 tokens, got 40"):
-        kernels.maxima(jnp.zeros((40, 64), jnp.bfloat16))
+        kernels.partial_amax(jnp.zeros((40, 64), jnp.bfloat16))

@@ -20,8 +20,8 @@ pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret")
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-kernels = importlib.import_module("halfbyte.kernels.matmul")  # its function has the module's name
-grouped = importlib.import_module("halfbyte.kernels.grouped")
+kernels = importlib.import_module("halfbyte.kernels.hopper_gemm")  # its function has the module's name
+grouped = importlib.import_module("halfbyte.kernels.hopper_grouped_gemm")
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU runs the kernel itself")
 M, N, STEPS = 128, 512, 5  # two tiles; the last step of each in the slot that the next begins with
 
@@ -145,7 +145,7 @@ def product(tiling, *, steps=STEPS, blocks=1):
     return np.array_equal(made, (a @ b).astype(made.dtype)), raced
 
 
-TILING = kernels.GemmTiling(64, 256, in_flight=1, split="m")  # of dgrad
+TILING = kernels.GemmTiling(64, 256, max_wgmma_in_flight=1, warpgroup_split_dim="m")  # of dgrad
 
 
 def test_nothing_is_overwritten_while_a_multiplication_reads_it(late):
@@ -167,7 +167,7 @@ def test_more_blocks_than_tiles_and_more_slots_than_steps(late):
 
 def test_a_tiling_that_would_wait_for_itself_is_refused():
     with pytest.raises(ValueError, match="no slot is ever free"):
-        kernels.GemmTiling(stages=2, in_flight=2)
+        kernels.GemmTiling(stages=2, max_wgmma_in_flight=2)
 
 
 @pytest.mark.slow
@@ -176,11 +176,11 @@ def test_a_tiling_that_would_wait_for_itself_is_refused():
 def test_tiles_of_experts_have_steps_of_their_own(late, steps, blocks, in_flight):
     """Some have none, and the next one's begin in whatever slot is free."""
     experts = np.array([0, 0, 1, 2], np.int32)
-    x, w = integers((len(experts) * grouped.ROWS, 64 * STEPS), (3, 64 * STEPS, N))
-    tiling = kernels.GemmTiling(in_flight=in_flight)
+    x, w = integers((len(experts) * grouped.GROUP_TILE_ROWS, 64 * STEPS), (3, 64 * STEPS, N))
+    tiling = kernels.GemmTiling(max_wgmma_in_flight=in_flight)
     body = functools.partial(grouped._rows_kernel, tiling=tiling, layout="nn")
     shape, factor = (len(x), N), np.ones(len(experts), np.float32)
     made, raced = ran(body, shape, blocks, x, w, experts, np.array(steps, np.int32), factor)
-    tiles = zip(x.reshape(len(experts), grouped.ROWS, -1), experts, steps, strict=True)
+    tiles = zip(x.reshape(len(experts), grouped.GROUP_TILE_ROWS, -1), experts, steps, strict=True)
     want = np.concatenate([tile[:, : 64 * n] @ w[e, : 64 * n] for tile, e, n in tiles])
     assert np.array_equal(made, want.astype(made.dtype)) and not raced

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from halfbyte.ops.rewrite.origin import open_jaxpr
+from halfbyte.ops.adapters.weight_provenance import unclose_jaxpr
 
 _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy")
 
 
 @dataclass(frozen=True)
-class Unit:
+class DotGroup:
     """Equations that run as one: any alone, or dots of one x; or gate, up and down, then what lies between them."""
 
     eqns: tuple[int, ...]
@@ -34,11 +34,11 @@ class Unit:
         return self.eqns[:2] if self.swiglu else self.eqns
 
 
-Order = tuple[Unit, ...]
+ExecutionOrder = tuple[DotGroup, ...]
 
 
 @dataclass
-class Together:
+class DotGrouper:
     """The equations of one jaxpr and its results. Dots that are `alike`, by number, may run together if their x is the
     same; where `fuses` says so of gate, up and down, silu(g) * u may be inside the third.
     """
@@ -46,32 +46,32 @@ class Together:
     eqns: Sequence[JaxprEqn]
     outvars: Sequence[Var | Literal]
     xs: Mapping[int, int]  # number of a dot -> which of its operands x is
-    alike: Mapping[int, Hashable]
+    fusion_key: Mapping[int, Hashable]
     fuses: Callable[[int, int, int], bool]
 
     def __post_init__(self) -> None:
         self.makers = {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
         read = [v for eqn in self.eqns for v in eqn.invars if not isinstance(v, Literal)] + list(self.outvars)
         self.uses = Counter(map(id, read))
-        self.gated = dict(found for i in self.alike if (found := self._gated(i)))
+        self.gated = dict(found for i in self.fusion_key if (found := self._match_swiglu(i)))
 
-    def order(self) -> Order:
+    def order(self) -> ExecutionOrder:
         """The numbers of the equations in the order in which they run; those that run as one in one tuple."""
         groups: dict[Hashable, list[int]] = {}
-        for i, common in self.alike.items():
+        for i, common in self.fusion_key.items():
             groups.setdefault((self._value(self.eqns[i].invars[self.xs[i]]), common), []).append(i)
         of = {i: group for group in groups.values() for i in group}
         done: set[int] = set()
-        order: list[Unit] = []
+        order: list[DotGroup] = []
         for i in range(len(self.eqns)):
             if i in done:
                 continue
             unit, ahead = self._ready(i, [j for j in of.get(i, []) if j > i], done)
-            order += [*(Unit((k,)) for k in sorted(ahead)), unit]
+            order += [*(DotGroup((k,)) for k in sorted(ahead)), unit]
             done |= {*ahead, *unit.eqns}
         return tuple(order)
 
-    def _ready(self, first: int, others: Sequence[int], done: set[int]) -> tuple[Unit, set[int]]:
+    def _ready(self, first: int, others: Sequence[int], done: set[int]) -> tuple[DotGroup, set[int]]:
         """(`first` with those of the others that can run with it, what must run ahead of them)."""
         group, ahead = [first], set[int]()
         for j in others:
@@ -84,28 +84,28 @@ class Together:
             needed = self._needed(gated.eqns[2], done) - {*gated.eqns}
             if self._may_move(needed):
                 return gated, ahead | needed
-        return Unit(tuple(group)), ahead
+        return DotGroup(tuple(group)), ahead
 
     def _may_move(self, eqns: set[int]) -> bool:
         return not any(i in self.xs or self.eqns[i].effects for i in eqns)
 
-    def _gated(self, down: int) -> tuple[tuple[int, ...], Unit] | None:
+    def _match_swiglu(self, down: int) -> tuple[tuple[int, ...], DotGroup] | None:
         """(gate and up in program order, the whole) of a third dot that reads silu(g) * u, where
         nobody else reads what lies between; None if it is none.
         """
-        product = self._only_maker(self.eqns[down].invars[self.xs[down]], "mul")
+        product = self._single_use_producer(self.eqns[down].invars[self.xs[down]], "mul")
         if product is None:
             return None
         for g, u in (self.eqns[product].invars, self.eqns[product].invars[::-1]):
-            silu, up = self._only_maker(g, "jit", "pjit"), self._only_maker(u, "dot_general")
+            silu, up = self._single_use_producer(g, "jit", "pjit"), self._single_use_producer(u, "dot_general")
             if silu is None or up is None or not is_silu(self.eqns[silu]):
                 continue
-            gate = self._only_maker(self.eqns[silu].invars[0], "dot_general")
+            gate = self._single_use_producer(self.eqns[silu].invars[0], "dot_general")
             if gate is not None and self.fuses(gate, up, down):
-                return tuple(sorted((gate, up))), Unit((gate, up, down, silu, product), swiglu=True)
+                return tuple(sorted((gate, up))), DotGroup((gate, up, down, silu, product), swiglu=True)
         return None
 
-    def _only_maker(self, var: Var | Literal, *names: str) -> int | None:
+    def _single_use_producer(self, var: Var | Literal, *names: str) -> int | None:
         """The equation of one of these names that makes `var`, if it is read once."""
         i = None if isinstance(var, Literal) or self.uses[id(var)] != 1 else self.makers.get(var)
         return i if i is not None and self.eqns[i].primitive.name in names else None
@@ -131,7 +131,7 @@ class Together:
 
 def is_silu(eqn: JaxprEqn) -> bool:
     """Whether this calls `jax.nn.silu`: x times its logistic function, and nothing else."""
-    inner = open_jaxpr(eqn.params["jaxpr"])
+    inner = unclose_jaxpr(eqn.params["jaxpr"])
     if len(inner.invars) != 1 or [e.primitive.name for e in inner.eqns] != ["logistic", "mul"]:
         return False
     (x,), (first, second) = inner.invars, inner.eqns

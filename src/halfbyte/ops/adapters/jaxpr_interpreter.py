@@ -20,35 +20,49 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.sharding import PartitionSpec
 
 from halfbyte.devices.jax_versions import scan_counts
-from halfbyte.ops.contraction import Rounded, linear, linears, swiglu, weight_first
-from halfbyte.ops.rewrite.origin import aval, open_jaxpr
-from halfbyte.ops.rewrite.plan import JIT, REMAT, Body, Dot, Inner, Split, Step
-from halfbyte.recipe import layer_key, site_key
+from halfbyte.ops.adapters.dot_general import (
+    DotConfig,
+    dot_as_linear,
+    dots_as_linears,
+    swiglu_from_dots,
+    transpose_weight_dims_first,
+)
+from halfbyte.ops.adapters.rewrite_plan import (
+    JIT,
+    REMAT_PRIMITIVES,
+    DotReplacement,
+    JaxprPlan,
+    NestedPlans,
+    ScanSegments,
+    Step,
+)
+from halfbyte.ops.adapters.weight_provenance import aval, unclose_jaxpr
+from halfbyte.recipes import layer_key, site_key
 
-Key = jax.Array | None
-Run = Callable[[Key, Sequence[jax.Array]], list[jax.Array]]
+OptionalKey = jax.Array | None
+JaxprFn = Callable[[OptionalKey, Sequence[jax.Array]], list[jax.Array]]
 
 
 @dataclass
-class Interpreter:
+class JaxprInterpreter:
     """Runs jaxprs under plans, on one backend."""
 
     backend: str
 
     def run(
-        self, jaxpr: Jaxpr, consts: Sequence[jax.Array], body: Body, key: Key, args: Sequence[jax.Array]
+        self, jaxpr: Jaxpr, consts: Sequence[jax.Array], body: JaxprPlan, key: OptionalKey, args: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """The outputs of the jaxpr under its plan."""
         env: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         for unit in body.order:
             eqns, steps = [jaxpr.eqns[i] for i in unit.eqns], [body.steps[i] for i in unit.eqns]
-            dots = [step for step in steps if isinstance(step, Dot)]
+            dots = [step for step in steps if isinstance(step, DotReplacement)]
             with eqns[0].ctx.manager:
                 if unit.swiglu:
                     env[eqns[2].outvars[0]] = self._swiglu(eqns[:3], dots, key, env)
                     continue
-                values = [[_read(env, var) for var in eqn.invars] for eqn in eqns]
+                values = [[_read_env(env, var) for var in eqn.invars] for eqn in eqns]
                 if len(eqns) > 1:
                     outs = self._dots(eqns, dots, key, values)
                 elif steps[0] is None:
@@ -56,12 +70,12 @@ class Interpreter:
                 else:
                     outs = self._step(eqns[0], steps[0], key, values[0])
             env.update(zip((var for eqn in eqns for var in eqn.outvars), outs, strict=True))
-        return [_read(env, var) for var in jaxpr.outvars]
+        return [_read_env(env, var) for var in jaxpr.outvars]
 
-    def _step(self, eqn: JaxprEqn, step: Step, key: Key, values: list[jax.Array]) -> list[jax.Array]:
-        if isinstance(step, Dot):
+    def _step(self, eqn: JaxprEqn, step: Step, key: OptionalKey, values: list[jax.Array]) -> list[jax.Array]:
+        if isinstance(step, DotReplacement):
             return [self._dot(eqn, step, key, values)]
-        if isinstance(step, Split):
+        if isinstance(step, ScanSegments):
             return self._scan(eqn, step, key, values)
         name = eqn.primitive.name
         if name == "cond":
@@ -69,7 +83,7 @@ class Interpreter:
         if name == "while":
             return self._while(eqn, step, key, values)
         inner = self._function(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], step.bodies[0])
-        if name in REMAT:
+        if name in REMAT_PRIMITIVES:
             inner = jax.checkpoint(inner, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
         elif name == "shard_map":
             inner = _shard_map(eqn, inner)
@@ -77,42 +91,50 @@ class Interpreter:
             inner = _jit(eqn, inner)
         return inner(key, values)
 
-    def _function(self, jaxpr: Jaxpr | ClosedJaxpr, body: Body) -> Run:
-        opened, consts = open_jaxpr(jaxpr), getattr(jaxpr, "consts", ())
+    def _function(self, jaxpr: Jaxpr | ClosedJaxpr, body: JaxprPlan) -> JaxprFn:
+        opened, consts = unclose_jaxpr(jaxpr), getattr(jaxpr, "consts", ())
         return lambda key, values: self.run(opened, consts, body, key, values)
 
-    def _dot(self, eqn: JaxprEqn, dot: Dot, key: Key, values: list[jax.Array]) -> jax.Array:
-        x, w, dims = _sides(eqn, dot, values)
+    def _dot(self, eqn: JaxprEqn, dot: DotReplacement, key: OptionalKey, values: list[jax.Array]) -> jax.Array:
+        x, w, dims = _dot_operands(eqn, dot, values)
         out = aval(eqn.outvars[0])
-        with _named(dot):
-            y = linear(
+        with _add_dot_names_to_errors(dot):
+            y = dot_as_linear(
                 x,
                 w,
                 dims,
-                how=Rounded(dot.recipe, self.backend, out.dtype),
+                how=DotConfig(dot.recipe, self.backend, out.dtype),
                 key=_site_key(key, dot),
-                out_sharding=_weight_last(eqn.params["out_sharding"], out.ndim, dot.weight, w.ndim - len(dims[1])),
+                out_sharding=_weight_dims_last_sharding(
+                    eqn.params["out_sharding"], out.ndim, dot.weight, w.ndim - len(dims[1])
+                ),
             )
-        return y if dot.weight == 1 else weight_first(y, x.ndim - len(dims[0]))
+        return y if dot.weight == 1 else transpose_weight_dims_first(y, x.ndim - len(dims[0]))
 
-    def _dots(self, eqns: list[JaxprEqn], dots: list[Dot], key: Key, values: list[list[jax.Array]]) -> list[jax.Array]:
+    def _dots(
+        self, eqns: list[JaxprEqn], dots: list[DotReplacement], key: OptionalKey, values: list[list[jax.Array]]
+    ) -> list[jax.Array]:
         """Dots of one x."""
-        sides = [_sides(*each) for each in zip(eqns, dots, values, strict=True)]
-        how = Rounded(dots[0].recipe, self.backend, aval(eqns[0].outvars[0]).dtype)
+        sides = [_dot_operands(*each) for each in zip(eqns, dots, values, strict=True)]
+        how = DotConfig(dots[0].recipe, self.backend, aval(eqns[0].outvars[0]).dtype)
         keys = [_site_key(key, dot) for dot in dots]
-        with _named(*dots):
-            made = linears(sides, how=how, keys=keys)
+        with _add_dot_names_to_errors(*dots):
+            made = dots_as_linears(sides, how=how, keys=keys)
         pairs = zip(made, dots, sides, strict=True)
-        return [y if dot.weight == 1 else weight_first(y, x.ndim - len(d[0])) for y, dot, (x, _, d) in pairs]
+        return [
+            y if dot.weight == 1 else transpose_weight_dims_first(y, x.ndim - len(d[0])) for y, dot, (x, _, d) in pairs
+        ]
 
-    def _swiglu(self, eqns: list[JaxprEqn], dots: list[Dot], key: Key, env: dict[Var, jax.Array]) -> jax.Array:
+    def _swiglu(
+        self, eqns: list[JaxprEqn], dots: list[DotReplacement], key: OptionalKey, env: dict[Var, jax.Array]
+    ) -> jax.Array:
         """down(silu(gate) * up), of three matrices."""
-        gate, up, down = (_read(env, eqn.invars[1]) for eqn in eqns)
-        keys, x = tuple(_site_key(key, dot) for dot in dots), _read(env, eqns[0].invars[0])
-        with _named(*dots):
-            return swiglu(x, (gate, up, down), keys=keys, recipe=dots[0].recipe, backend=self.backend)
+        gate, up, down = (_read_env(env, eqn.invars[1]) for eqn in eqns)
+        keys, x = tuple(_site_key(key, dot) for dot in dots), _read_env(env, eqns[0].invars[0])
+        with _add_dot_names_to_errors(*dots):
+            return swiglu_from_dots(x, (gate, up, down), keys=keys, recipe=dots[0].recipe, backend=self.backend)
 
-    def _scan(self, eqn: JaxprEqn, split: Split, key: Key, values: list[jax.Array]) -> list[jax.Array]:
+    def _scan(self, eqn: JaxprEqn, split: ScanSegments, key: OptionalKey, values: list[jax.Array]) -> list[jax.Array]:
         params = eqn.params
         first, carries = scan_counts(params, eqn.invars)
         consts, carry, xs = values[:first], values[first : first + carries], values[first + carries :]
@@ -121,10 +143,10 @@ class Interpreter:
             inner = self._function(params["jaxpr"], body)
 
             def iterate(
-                carry: list[jax.Array], item: tuple[jax.Array, list[jax.Array]], inner: Run = inner
+                carry: list[jax.Array], item: tuple[jax.Array, list[jax.Array]], inner: JaxprFn = inner
             ) -> tuple[list[jax.Array], list[jax.Array]]:
                 layer, slices = item
-                outs = inner(_fold(key, layer), [*consts, *carry, *slices])
+                outs = inner(_fold_in_iteration(key, layer), [*consts, *carry, *slices])
                 return outs[: len(carry)], outs[len(carry) :]
 
             whole = len(split.segments) == 1
@@ -134,12 +156,12 @@ class Interpreter:
         ys = [pieces[start] for start in sorted(pieces)]
         return [*carry, *(parts[0] if len(ys) == 1 else lax.concatenate(parts, 0) for parts in zip(*ys, strict=True))]
 
-    def _cond(self, eqn: JaxprEqn, step: Inner, key: Key, values: list[jax.Array]) -> list[jax.Array]:
+    def _cond(self, eqn: JaxprEqn, step: NestedPlans, key: OptionalKey, values: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(eqn.params["branches"], step.bodies, strict=True)
         branches = [self._function(branch, body) for branch, body in pairs]
         return lax.switch(values[0], branches, key, values[1:])
 
-    def _while(self, eqn: JaxprEqn, step: Inner, key: Key, values: list[jax.Array]) -> list[jax.Array]:
+    def _while(self, eqn: JaxprEqn, step: NestedPlans, key: OptionalKey, values: list[jax.Array]) -> list[jax.Array]:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
         inner = self._function(eqn.params["body_jaxpr"], step.bodies[0])
@@ -149,23 +171,25 @@ class Interpreter:
 
         def iterate(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
             count, carry = state
-            return count + 1, inner(_fold(key, count), [*values[first:second], *carry])
+            return count + 1, inner(_fold_in_iteration(key, count), [*values[first:second], *carry])
 
         return lax.while_loop(keep_going, iterate, (jnp.int32(0), values[second:]))[1]
 
 
-def _sides(eqn: JaxprEqn, dot: Dot, values: list[jax.Array]) -> tuple[jax.Array, jax.Array, tuple[Any, Any]]:
+def _dot_operands(
+    eqn: JaxprEqn, dot: DotReplacement, values: list[jax.Array]
+) -> tuple[jax.Array, jax.Array, tuple[Any, Any]]:
     """(x, the weight, the dims of each that are contracted)."""
     (lhs, rhs), _ = eqn.params["dimension_numbers"]
     return values[1 - dot.weight], values[dot.weight], (lhs, rhs) if dot.weight == 1 else (rhs, lhs)
 
 
-def _site_key(key: Key, dot: Dot) -> Key:
+def _site_key(key: OptionalKey, dot: DotReplacement) -> OptionalKey:
     return site_key(key, dot.site) if key is not None and dot.recipe.stochastic else None
 
 
 @contextlib.contextmanager
-def _named(*dots: Dot) -> Iterator[None]:
+def _add_dot_names_to_errors(*dots: DotReplacement) -> Iterator[None]:
     """An error inside says at which dots."""
     try:
         yield
@@ -177,7 +201,7 @@ def _named(*dots: Dot) -> Iterator[None]:
         raise
 
 
-def _weight_last(sharding: Any, ndim: int, side: int, free: int) -> Any:
+def _weight_dims_last_sharding(sharding: Any, ndim: int, side: int, free: int) -> Any:
     """The sharding that a dot's result was asked for, with the `free` dims of its weight moved behind those of x."""
     if sharding is None or side == 1:
         return sharding
@@ -185,21 +209,21 @@ def _weight_last(sharding: Any, ndim: int, side: int, free: int) -> Any:
     return sharding.update(spec=PartitionSpec(*entries[free:], *entries[:free]))
 
 
-def _jit(eqn: JaxprEqn, inner: Run) -> Run:
+def _jit(eqn: JaxprEqn, inner: JaxprFn) -> JaxprFn:
     """`inner` under jit, with the name and the shardings of the user's own."""
     ins, outs = eqn.params["in_shardings"], eqn.params["out_shardings"]
 
-    def call(key: Key, values: Sequence[jax.Array]) -> list[jax.Array]:
+    def call(key: OptionalKey, values: Sequence[jax.Array]) -> list[jax.Array]:
         return _constrain(inner(key, _constrain(values, ins)), outs)
 
     call.__name__ = eqn.params["name"]
     return jax.jit(call, inline=eqn.params["inline"])
 
 
-def _shard_map(eqn: JaxprEqn, inner: Run) -> Run:
+def _shard_map(eqn: JaxprEqn, inner: JaxprFn) -> JaxprFn:
     """`inner` under the user's own shard_map; the key goes in whole, and is folded with the device's place inside."""
     params = eqn.params
-    mapped: Run = jax.shard_map(
+    mapped: JaxprFn = jax.shard_map(
         inner,
         mesh=params["mesh"],
         in_specs=(PartitionSpec(), list(params["in_specs"])),
@@ -215,11 +239,11 @@ def _bind(eqn: JaxprEqn, values: list[jax.Array]) -> list[jax.Array]:
     return outs if eqn.primitive.multiple_results else [outs]
 
 
-def _read(env: dict[Var, jax.Array], var: Var | Literal) -> jax.Array:
+def _read_env(env: dict[Var, jax.Array], var: Var | Literal) -> jax.Array:
     return var.val if isinstance(var, Literal) else env[var]
 
 
-def _fold(key: Key, iteration: jax.Array) -> Key:
+def _fold_in_iteration(key: OptionalKey, iteration: jax.Array) -> OptionalKey:
     return None if key is None else layer_key(key, iteration)
 
 

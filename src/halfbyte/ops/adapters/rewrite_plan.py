@@ -19,29 +19,30 @@ from jax.sharding import AxisType
 
 from halfbyte.devices.jax_versions import scan_counts
 from halfbyte.ops.activation import SILU
-from halfbyte.ops.contraction import refusal
-from halfbyte.ops.execution import Execution, plan_linear
-from halfbyte.ops.mlp import fused_passes
-from halfbyte.ops.problem import Problem, target
-from halfbyte.ops.rewrite.origin import (
-    CALLS,
-    Origin,
+from halfbyte.ops.adapters.dot_fusion import DotGrouper, ExecutionOrder
+from halfbyte.ops.adapters.dot_general import refusal
+from halfbyte.ops.adapters.model_structure import is_expert
+from halfbyte.ops.adapters.rewrite_report import DotReport
+from halfbyte.ops.adapters.weight_provenance import (
+    CALL_PRIMITIVES,
     Value,
+    WeightOrigin,
     aval,
     called_jaxpr,
-    flow,
-    loop_carry,
-    open_jaxpr,
-    read,
+    loop_carry_values,
+    propagate_equation,
+    read_variable,
     scan_inputs,
-    slice_of,
+    scan_slice_value,
     sub_jaxprs,
+    unclose_jaxpr,
 )
-from halfbyte.ops.rewrite.report import Site
-from halfbyte.ops.rewrite.together import Order, Together
-from halfbyte.recipe import Policy, Recipe, Rule
+from halfbyte.ops.gemm_problem import LinearProblem, target_device
+from halfbyte.ops.linear_plan import ExecutionConfig, plan_linear
+from halfbyte.ops.mlp import shared_gated_passes
+from halfbyte.recipes import Policy, Recipe, Rule
 
-REMAT = ("checkpoint", "remat", "remat2")
+REMAT_PRIMITIVES = ("checkpoint", "remat", "remat2")
 JIT = ("jit", "pjit")
 _EINSUM = re.compile(r"([A-Za-z]+),([A-Za-z]+)->")  # of x and a weight
 NO_DOTS = {  # other primitives that multiply matrices, and why they are left
@@ -52,7 +53,7 @@ NO_DOTS = {  # other primitives that multiply matrices, and why they are left
 
 
 @dataclass(frozen=True)
-class Dot:
+class DotReplacement:
     """A dot to replace: which operand is the weight, its recipe, and the name that its random bits are derived from."""
 
     weight: int
@@ -61,51 +62,51 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Body:
+class JaxprPlan:
     """A plan for one jaxpr: one step an equation, and the order in which they run: dots of one x at once."""
 
     steps: tuple[Step | None, ...]
-    order: Order
+    order: ExecutionOrder
 
     @property
-    def idle(self) -> bool:
+    def is_noop(self) -> bool:
         """True if nothing in it is replaced."""
         return all(step is None for step in self.steps)
 
 
 @dataclass(frozen=True)
-class Inner:
+class NestedPlans:
     """Plans for the jaxprs inside an equation: one for jit, remat and while, one a branch for cond."""
 
-    bodies: tuple[Body, ...]
+    bodies: tuple[JaxprPlan, ...]
 
 
 @dataclass(frozen=True)
-class Split:
+class ScanSegments:
     """A scan as one scan a segment of its iterations: (start, stop, plan of the body)."""
 
-    segments: tuple[tuple[int, int, Body], ...]
+    segments: tuple[tuple[int, int, JaxprPlan], ...]
 
 
-Step = Dot | Inner | Split
+Step = DotReplacement | NestedPlans | ScanSegments
 
 
 @dataclass
-class Planner:
+class RewritePlanner:
     """One walk over a jaxpr. Collects the sites, the rules that decided something, and how often each weight was
     used.
     """
 
     policy: Policy
     backend: str = "auto"
-    sites: list[Site] = field(default_factory=list)
+    sites: list[DotReport] = field(default_factory=list)
     used: set[Rule] = field(default_factory=set)
     uses: dict[str, int] = field(default_factory=dict)
-    stacks: dict[Rule, Origin] = field(default_factory=dict)
+    stacks: dict[Rule, WeightOrigin] = field(default_factory=dict)
     runs: int = 1
     backward: bool = False
 
-    def body(self, jaxpr: Jaxpr, values: Sequence[Value], frozen: str = "") -> Body:
+    def body(self, jaxpr: Jaxpr, values: Sequence[Value], frozen: str = "") -> JaxprPlan:
         """The plan of a jaxpr whose inputs have these values.
 
         `frozen` is the reason why nothing inside may be replaced, if there is one.
@@ -116,15 +117,15 @@ class Planner:
         for eqn in jaxpr.eqns:
             # JAX marks what reverse mode made in the name stack, which inside a body starts anew.
             self.backward = outer or "transpose(" in str(eqn.source_info.name_stack)
-            operands = [read(env, var) for var in eqn.invars]
+            operands = [read_variable(env, var) for var in eqn.invars]
             steps.append(self._equation(eqn, operands, frozen))
             reported.append(len(self.sites) - 1)
-            env.update(zip(eqn.outvars, flow(eqn, operands), strict=True))
+            env.update(zip(eqn.outvars, propagate_equation(eqn, operands), strict=True))
         self.backward = outer
-        body = Body(tuple(steps), self._order(jaxpr, steps))
+        body = JaxprPlan(tuple(steps), self._group_dots(jaxpr, steps))
         for unit in body.order:
             dots = {i: body.steps[i] for i in unit.dots_of_x} if len(unit.eqns) > 1 else {}
-            names = {i: dot.site for i, dot in dots.items() if isinstance(dot, Dot)}
+            names = {i: dot.site for i, dot in dots.items() if isinstance(dot, DotReplacement)}
             for i in names:
                 self._note(reported[i], shares_x=tuple(name for j, name in names.items() if j != i))
             if unit.swiglu:
@@ -139,14 +140,14 @@ class Planner:
         if name == "dot_general":
             return self._dot(eqn, values, frozen)
         if name in NO_DOTS:
-            self._leave(eqn, values[:2], frozen or NO_DOTS[name])
+            self._keep_dot(eqn, values[:2], frozen or NO_DOTS[name])
             return None
-        if name in CALLS and not frozen:
-            return _inner(self.body(called_jaxpr(eqn), values))
+        if name in CALL_PRIMITIVES and not frozen:
+            return _nested_plans(self.body(called_jaxpr(eqn), values))
         if name == "scan" and not frozen:
             return self._scan(eqn, values)
         if name == "cond" and not frozen:
-            return _inner(*(self.body(open_jaxpr(branch), values[1:]) for branch in eqn.params["branches"]))
+            return _nested_plans(*(self.body(unclose_jaxpr(branch), values[1:]) for branch in eqn.params["branches"]))
         if name == "while" and not frozen:
             return self._while(eqn, values)
         for jaxpr in sub_jaxprs(eqn):
@@ -157,20 +158,23 @@ class Planner:
 
     def _while(self, eqn: JaxprEqn, values: list[Value]) -> Step | None:
         cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        carry = loop_carry(eqn, values)
-        condition = open_jaxpr(eqn.params["cond_jaxpr"])
+        carry = loop_carry_values(eqn, values)
+        condition = unclose_jaxpr(eqn.params["cond_jaxpr"])
         self.body(condition, values[:cond_consts] + carry, "it is in the condition of a while loop")
-        return _inner(self.body(open_jaxpr(eqn.params["body_jaxpr"]), values[cond_consts:][:body_consts] + carry))
+        return _nested_plans(
+            self.body(unclose_jaxpr(eqn.params["body_jaxpr"]), values[cond_consts:][:body_consts] + carry)
+        )
 
     def _scan(self, eqn: JaxprEqn, values: list[Value]) -> Step | None:
         (consts, carries), length = scan_counts(eqn.params, eqn.invars), eqn.params["length"]
         xs, inputs = values[consts + carries :], scan_inputs(eqn, values)
+        self._refuse_scanned_layer_groups(xs, length)
         outer, before, sites = self.runs, dict(self.uses), len(self.sites)
         segments = []
-        for start, stop in itertools.pairwise(self._cuts(xs, length)):
+        for start, stop in itertools.pairwise(self._scan_split_points(xs, length)):
             # Every segment runs the same dots, so each starts from the same count of uses: a site keeps its name.
             self.uses, self.runs = dict(before), outer * (stop - start)
-            slices = [slice_of(value, start, stop) for value in xs]
+            slices = [scan_slice_value(value, start, stop) for value in xs]
             body = self.body(called_jaxpr(eqn), inputs[: consts + carries] + slices)
             segments.append((start, stop, body))
         self.runs = outer
@@ -180,15 +184,27 @@ class Planner:
             self.uses, self.runs = dict(before), outer * length
             segments = [(0, length, self.body(called_jaxpr(eqn), inputs))]
             self.runs = outer
-        return None if all(body.idle for _, _, body in segments) else Split(tuple(segments))
+        return None if all(body.is_noop for _, _, body in segments) else ScanSegments(tuple(segments))
 
-    def _cuts(self, xs: Sequence[Value], length: int) -> list[int]:
+    def _refuse_scanned_layer_groups(self, xs: Sequence[Value], length: int) -> None:
+        """Raises ValueError for rules by layer if a scan repeats several numbered layers: numbers are not layers."""
+        single = [x for x in xs if isinstance(x, WeightOrigin) and not x.stacked and x.layers and len(x.layers) == 1]
+        rules = [rule for rule in self.policy.rules if rule.layers is not None]
+        grouped = [x for x in single if any(rule.matches(x.path) for rule in rules)]
+        if length > 1 and len({x.layers for x in grouped}) > 1:
+            raise ValueError(
+                f"apply_recipe: rules by layer match {grouped[0].path}, whose path holds a number, but a scan of "
+                f"{length} iterations repeats several such layers, so the number is not the layer's; count the "
+                "iterations: apply_recipe(..., layers='blocks/*')"
+            )
+
+    def _scan_split_points(self, xs: Sequence[Value], length: int) -> list[int]:
         """Where a scan's iterations may have to be told apart: the bounds of every rule by layer that fits a stacked
         leaf.
         """
         cuts = {0, length}
         for origin in xs:
-            if not isinstance(origin, Origin) or not origin.stacked or not origin.layers or not origin.num_layers:
+            if not isinstance(origin, WeightOrigin) or not origin.stacked or not origin.layers or not origin.num_layers:
                 continue
             for rule in self.policy.rules:
                 if rule.layers is not None and rule.matches(origin.path):
@@ -197,9 +213,9 @@ class Planner:
                     cuts |= {inside[0], inside[-1] + 1} if inside else set()
         return sorted(cuts)
 
-    def _order(self, jaxpr: Jaxpr, steps: Sequence[Step | None]) -> Order:
+    def _group_dots(self, jaxpr: Jaxpr, steps: Sequence[Step | None]) -> ExecutionOrder:
         """Dots of one x run at once where they have one recipe and one dtype, and no axis is explicit or manual."""
-        dots, eqns = {i: step for i, step in enumerate(steps) if isinstance(step, Dot)}, jaxpr.eqns
+        dots, eqns = {i: step for i, step in enumerate(steps) if isinstance(step, DotReplacement)}, jaxpr.eqns
         alike = {
             i: (dot.recipe, eqns[i].params["dimension_numbers"][0][1 - dot.weight], aval(eqns[i].outvars[0]).dtype)
             for i, dot in dots.items()
@@ -208,32 +224,35 @@ class Planner:
         }
 
         def fuses(*three: int) -> bool:
-            return all(i in alike for i in three) and _fuses([(eqns[i], dots[i]) for i in three], self.backend)
+            return all(i in alike for i in three) and _can_fuse_swiglu(
+                [(eqns[i], dots[i]) for i in three], self.backend
+            )
 
-        return Together(eqns, jaxpr.outvars, {i: 1 - dot.weight for i, dot in dots.items()}, alike, fuses).order()
+        return DotGrouper(eqns, jaxpr.outvars, {i: 1 - dot.weight for i, dot in dots.items()}, alike, fuses).order()
 
-    def _leave(self, eqn: JaxprEqn, values: Sequence[Value], why: str) -> None:
+    def _keep_dot(self, eqn: JaxprEqn, values: Sequence[Value], why: str) -> None:
         """Reports a dot that stays as it is: its weight is the right operand if that is one, else the left."""
         lhs, rhs = (aval(var) for var in eqn.invars[:2])
-        origin = next((value for value in reversed(values) if isinstance(value, Origin)), None)
+        origin = next((value for value in reversed(values) if isinstance(value, WeightOrigin)), None)
         name = None if origin is None else self._name(origin)
-        self.sites.append(Site(name, lhs.shape, rhs.shape, None, why, _layers_at(origin), self.runs))
+        self.sites.append(DotReport(name, lhs.shape, rhs.shape, None, why, _layers_at(origin), self.runs))
 
-    def _dot(self, eqn: JaxprEqn, values: list[Value], frozen: str) -> Dot | None:
+    def _dot(self, eqn: JaxprEqn, values: list[Value], frozen: str) -> DotReplacement | None:
         lhs, rhs = (aval(var) for var in eqn.invars)
         why = frozen or refusal(lhs.dtype, rhs.dtype, eqn.params["dimension_numbers"])
         if why:
-            self._leave(eqn, values, why)
+            self._keep_dot(eqn, values, why)
             return None
         side, origin, rule = self._choose(values)
         if origin is None or _is_ensemble(eqn, side):
             several = "vmap multiplies a stack of weights at once; recipes serve dots with one weight"
-            self._leave(eqn, values, several if origin else "neither operand depends on weights alone")
+            self._keep_dot(eqn, values, several if origin else "neither operand depends on weights alone")
             return None
         if rule is None or rule.recipe is None:
             self.used |= {rule} if rule else set()
             leave = f"no rule matches {origin.path}" if rule is None else f"rule {rule.pattern!r} leaves it alone"
-            self._leave(eqn, [origin], leave)
+            leave += "; named policies leave routers and experts" if rule is None and is_expert(origin.name) else ""
+            self._keep_dot(eqn, [origin], leave)
             return None
         if self.backward:
             raise ValueError(
@@ -243,28 +262,30 @@ class Planner:
             )
         never, untrained = _unblockable(eqn, side, rule.recipe)
         if never:
-            self._leave(eqn, [origin], never)
+            self._keep_dot(eqn, [origin], never)
             return None
         self.used.add(rule)
         name = self._name(origin)
         made, layers = rule.recipe.name, _layers_at(origin)
-        self.sites.append(Site(name, lhs.shape, rhs.shape, made, "", layers, self.runs, forward_only=untrained))
-        return Dot(side, rule.recipe, name)
+        self.sites.append(DotReport(name, lhs.shape, rhs.shape, made, "", layers, self.runs, forward_only=untrained))
+        return DotReplacement(side, rule.recipe, name)
 
-    def _choose(self, values: list[Value]) -> tuple[int, Origin | None, Rule | None]:
+    def _choose(self, values: list[Value]) -> tuple[int, WeightOrigin | None, Rule | None]:
         """The operand that is the weight, and its rule. Of two, the one with a rule; of those the one that is a leaf
         itself; of those the right one.
         """
-        weights = [(side, value, self._rule(value)) for side in (1, 0) if isinstance(value := values[side], Origin)]
-        weights.sort(key=lambda found: (found[2] is None, not found[1].direct))
+        weights = [
+            (side, value, self._rule(value)) for side in (1, 0) if isinstance(value := values[side], WeightOrigin)
+        ]
+        weights.sort(key=lambda found: (found[2] is None, not found[1].is_unmodified))
         return weights[0] if weights else (1, None, None)
 
-    def _name(self, origin: Origin) -> str:
+    def _name(self, origin: WeightOrigin) -> str:
         """The path, numbered from the second use on: no two uses of a weight share random bits."""
         count = self.uses[origin.path] = self.uses.get(origin.path, 0) + 1
         return origin.path if count == 1 else f"{origin.path}#{count}"
 
-    def _rule(self, origin: Origin) -> Rule | None:
+    def _rule(self, origin: WeightOrigin) -> Rule | None:
         by_layer = [rule for rule in self.policy.rules if rule.layers is not None and rule.matches(origin.path)]
         if not by_layer:
             return next((rule for rule in self.policy.rules if rule.layers is None and rule.matches(origin.path)), None)
@@ -284,7 +305,7 @@ class Planner:
             )
         return rules.pop()
 
-    def _check_stacks(self, rules: list[Rule], origin: Origin) -> None:
+    def _check_stacks(self, rules: list[Rule], origin: WeightOrigin) -> None:
         """One rule's layers are those of one stack: another length may be experts, or another part of the model."""
         for rule in rules:
             other = self.stacks.setdefault(rule, origin)
@@ -297,7 +318,7 @@ class Planner:
                 )
 
 
-def _layers_at(origin: Origin | None) -> range | None:
+def _layers_at(origin: WeightOrigin | None) -> range | None:
     """The layers that a dot runs for. A leaf that is multiplied whole is no stack of them, whatever its dims."""
     return None if origin is None or origin.stacked else origin.layers
 
@@ -321,7 +342,7 @@ def _is_as_written(eqn: JaxprEqn, side: int) -> bool:
     return [x[dim] for dim in contracted[1 - side]] == [weight[dim] for dim in contracted[side]]
 
 
-def _fuses(dots: Sequence[tuple[JaxprEqn, Dot]], backend: str) -> bool:
+def _can_fuse_swiglu(dots: Sequence[tuple[JaxprEqn, DotReplacement]], backend: str) -> bool:
     """Whether the passes that serve gate, up and down on this device hold silu(g) * u: all of one dtype and one recipe,
     x [..., inputs] times a matrix [inputs, outputs].
     """
@@ -338,13 +359,13 @@ def _fuses(dots: Sequence[tuple[JaxprEqn, Dot]], backend: str) -> bool:
         ):
             return False
         try:
-            passes.append(plan_linear(x, w, dot.recipe, Execution(backend)).choice.passes)
+            passes.append(plan_linear(x, w, dot.recipe, ExecutionConfig(backend)).choice.passes)
         except ValueError:  # nobody serves it: where it runs, that is said
             return False
-    return fused_passes(passes, SILU, recipes) is not None
+    return shared_gated_passes(passes, SILU, recipes) is not None
 
 
-def _has_number(origin: Origin) -> bool:
+def _has_number(origin: WeightOrigin) -> bool:
     return any(character.isdigit() for character in origin.path)
 
 
@@ -354,9 +375,9 @@ def _unblockable(eqn: JaxprEqn, side: int, recipe: Recipe) -> tuple[str | None, 
     x, w = aval(eqn.invars[1 - side]), aval(eqn.invars[side])
     contracted = (lhs, rhs)[side]
     inputs = math.prod(w.shape[dim] for dim in contracted)
-    problem = Problem(recipe, x.size // max(inputs, 1), inputs, w.size // max(inputs, 1), target())
-    return dataclasses.replace(problem, tokens=0).unblockable(), problem.unblockable() or ""
+    problem = LinearProblem(recipe, x.size // max(inputs, 1), inputs, w.size // max(inputs, 1), target_device())
+    return dataclasses.replace(problem, tokens=0).block_mismatch_reason(), problem.block_mismatch_reason() or ""
 
 
-def _inner(*bodies: Body) -> Inner | None:
-    return None if all(body.idle for body in bodies) else Inner(bodies)
+def _nested_plans(*bodies: JaxprPlan) -> NestedPlans | None:
+    return None if all(body.is_noop for body in bodies) else NestedPlans(bodies)

@@ -9,7 +9,7 @@ _SHOWN: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Site:
+class DotReport:
     """One dot product: the weight that reaches it, its recipe, or the reason why it was left alone.
 
     `layers` are the layers it runs for, where they are known; `runs` is how often it runs (the lengths of the scans
@@ -22,9 +22,9 @@ class Site:
     lhs: tuple[int, ...]
     rhs: tuple[int, ...]
     recipe: str | None = None
-    why_left: str = ""
+    skip_reason: str = ""
     layers: range | None = None
-    runs: int = 1
+    num_executions: int = 1
     forward_only: str = ""
     shares_x: tuple[str, ...] = ()
     swiglu_of: tuple[str, ...] = ()
@@ -33,8 +33,8 @@ class Site:
         where = self.path or "(no weight)"
         if self.layers is not None and len(self.layers):
             where += f" layers {self.layers[0]}..{self.layers[-1]}"
-        times = f" x{self.runs}" if self.runs > 1 else ""
-        what = f"-> {self.recipe}" if self.recipe else f"left: {self.why_left}"
+        times = f" x{self.num_executions}" if self.num_executions > 1 else ""
+        what = f"-> {self.recipe}" if self.recipe else f"left: {self.skip_reason}"
         what += f", forward only: {self.forward_only}" if self.forward_only else ""
         what += f", x made once with {', '.join(self.shares_x)}" if self.shares_x else ""
         what += f", silu({self.swiglu_of[0]}) * {self.swiglu_of[1]} inside its passes" if self.swiglu_of else ""
@@ -42,27 +42,32 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Report:
+class RewriteReport:
     """Every dot product, ragged dot and convolution of a rewritten function, in program order."""
 
-    sites: tuple[Site, ...]
+    sites: tuple[DotReport, ...]
 
     @property
-    def replaced(self) -> tuple[Site, ...]:
+    def replaced(self) -> tuple[DotReport, ...]:
         """The dots that now run in a recipe."""
         return tuple(site for site in self.sites if site.recipe)
 
     @property
-    def left(self) -> tuple[Site, ...]:
+    def skipped(self) -> tuple[DotReport, ...]:
         """The dots that run as they were written."""
         return tuple(site for site in self.sites if not site.recipe)
 
     def __str__(self) -> str:
-        head = f"apply_recipe: {len(self.replaced)} dots replaced, {len(self.left)} left"
-        return "\n".join([head, *(f"  {site}" for site in self.replaced + self.left)])
+        head = f"apply_recipe: {len(self.replaced)} dots replaced, {len(self.skipped)} left"
+        return "\n".join([head, *(f"  {site}" for site in self.replaced + self.skipped)])
 
 
-def show_once(report: Report) -> None:
+def mark_shown(report: RewriteReport) -> None:
+    """Keeps `show_once` from printing this report."""
+    _SHOWN.add(str(report))
+
+
+def show_once(report: RewriteReport) -> None:
     """Prints the report on stderr, unless the same one was printed before in this process."""
     text = str(report)
     if text not in _SHOWN:

@@ -1,6 +1,6 @@
 """Which argument leaf a value of a jaxpr is: followed through everything that depends on weights alone.
 
-A jaxpr holds no parameter names. So each variable has one of three values: an `Origin` (a weight: the leaf's path,
+A jaxpr holds no parameter names. So each variable has one of three values: a `WeightOrigin` (a weight: the leaf's path,
 and, if the leaf is a stack of layers, which layers the value holds), `CONSTANT` (it depends on no argument at all), or
 None (data took part in it). A weight that is moved, cut, cast, scaled, masked, padded, gathered or normalised stays
 that weight; the first operation that mixes data in makes an activation. Two operations take data and still give a
@@ -19,24 +19,32 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from halfbyte.devices.jax_versions import scan_counts
 
-_SAME = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sharding_constraint", "reshard", "name"}
-_SAME |= {"device_put", "stop_gradient", "pvary", "pcast", "optimization_barrier", "mesh_cast"}
-CALLS = ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call", "shard_map")
+_IDENTITY_PRIMITIVES = {
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "reduce_precision",
+    "sharding_constraint",
+    "reshard",
+    "name",
+}
+_IDENTITY_PRIMITIVES |= {"device_put", "stop_gradient", "pvary", "pcast", "optimization_barrier", "mesh_cast"}
+CALL_PRIMITIVES = ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call", "shard_map")
 _ROUNDS = 8  # of a loop's fixed point: a value can only fall from constant to weight to data
 
 
-class Constant:
+class ConstantValue:
     """The value of what depends on no argument."""
 
     def __repr__(self) -> str:
         return "CONSTANT"
 
 
-CONSTANT = Constant()
+CONSTANT = ConstantValue()
 
 
 @dataclass(frozen=True)
-class Origin:
+class WeightOrigin:
     """A leaf's path; the layers that the value holds, of how many; whether its dim 0 still runs over those layers;
     whether it is the leaf itself, moved or scaled, rather than computed from it; and its name, by which it is
     recognised: the path without what a framework puts around an array.
@@ -48,37 +56,39 @@ class Origin:
     layers: range | None = None
     num_layers: int | None = None
     stacked: bool = False
-    direct: bool = True
+    is_unmodified: bool = True
     name: str = ""
 
-    def unstacked(self) -> Origin:
+    def unstacked(self) -> WeightOrigin:
         """The same leaf, its layers no longer along dim 0, so that nobody can tell which is which."""
         return dataclasses.replace(self, stacked=False, layers=None) if self.stacked else self
 
-    def computed(self) -> Origin:
+    def computed(self) -> WeightOrigin:
         """What was computed from it, no longer the leaf itself."""
-        return dataclasses.replace(self.unstacked(), direct=False)
+        return dataclasses.replace(self.unstacked(), is_unmodified=False)
 
 
-Value = Origin | Constant | None
+Value = WeightOrigin | ConstantValue | None
 
 
-def join(a: Value, b: Value) -> Value:
+def join_values(a: Value, b: Value) -> Value:
     """What is known of a value that may be the one or the other."""
     if a == b:
         return a
     if a is None or b is None:
         return None
-    origins = [value for value in (a, b) if isinstance(value, Origin)]
+    origins = [value for value in (a, b) if isinstance(value, WeightOrigin)]
     return origins[0].computed()
 
 
-def flow_body(jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
+def propagate_jaxpr(jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
     """The values of a jaxpr's outputs, given those of its inputs."""
     env = dict(zip(jaxpr.invars, values, strict=True))
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, flow(eqn, [read(env, var) for var in eqn.invars]), strict=True))
-    return [read(env, var) for var in jaxpr.outvars]
+        env.update(
+            zip(eqn.outvars, propagate_equation(eqn, [read_variable(env, var) for var in eqn.invars]), strict=True)
+        )
+    return [read_variable(env, var) for var in jaxpr.outvars]
 
 
 def aval(var: Var | Literal) -> jax.ShapeDtypeStruct:
@@ -86,22 +96,22 @@ def aval(var: Var | Literal) -> jax.ShapeDtypeStruct:
     return cast(jax.ShapeDtypeStruct, var.aval)
 
 
-def read(env: dict[Var, Value], var: Var | Literal) -> Value:
+def read_variable(env: dict[Var, Value], var: Var | Literal) -> Value:
     """The value of a variable; literals and a jaxpr's own constants depend on nothing."""
     return CONSTANT if isinstance(var, Literal) else env.get(var, CONSTANT)
 
 
-def flow(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+def propagate_equation(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """The values of an equation's results."""
     name = eqn.primitive.name
-    if name in CALLS:
-        return flow_body(called_jaxpr(eqn), values)
+    if name in CALL_PRIMITIVES:
+        return propagate_jaxpr(called_jaxpr(eqn), values)
     if name == "scan":
         return _flow_scan(eqn, values)
     if name == "while":
-        return loop_carry(eqn, values)
+        return loop_carry_values(eqn, values)
     if name == "cond":
-        branches = [flow_body(open_jaxpr(branch), values[1:]) for branch in eqn.params["branches"]]
+        branches = [propagate_jaxpr(unclose_jaxpr(branch), values[1:]) for branch in eqn.params["branches"]]
         return [_choice(group) for group in zip(*branches, strict=True)]
     if name == "optimization_barrier":
         return list(values)
@@ -111,50 +121,55 @@ def flow(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
 def _choice(group: Sequence[Value]) -> Value:
     found = group[0]
     for value in group[1:]:
-        found = join(found, value)
+        found = join_values(found, value)
     return found
 
 
 def _operation(eqn: JaxprEqn, name: str, values: list[Value]) -> Value:
     first = values[0] if values else CONSTANT
-    if name == "dynamic_slice" and isinstance(first, Origin):
+    if name == "dynamic_slice" and isinstance(first, WeightOrigin):
         return _dynamic_slice(eqn, first)
     if any(value is None for value in values):
         return None
-    weights = [(at, value) for at, value in enumerate(values) if isinstance(value, Origin)]
+    weights = [(at, value) for at, value in enumerate(values) if isinstance(value, WeightOrigin)]
     if not weights:
         return CONSTANT
-    at, main = max(weights, key=lambda pair: (aval(eqn.invars[pair[0]]).size, pair[1].direct, -pair[0]))
-    if name in _SAME:
+    at, main = max(weights, key=lambda pair: (aval(eqn.invars[pair[0]]).size, pair[1].is_unmodified, -pair[0]))
+    if name in _IDENTITY_PRIMITIVES:
         return main
-    if name in _MOVES and at == 0:
-        return _MOVES[name](eqn, main)
+    if name in _SHAPE_RULES and at == 0:
+        return _SHAPE_RULES[name](eqn, main)
     same = all(aval(out).shape == aval(eqn.invars[at]).shape for out in eqn.outvars)
     if not same:
         return main.computed()
-    return main if len(weights) == 1 else dataclasses.replace(main, direct=False)
+    return main if len(weights) == 1 else dataclasses.replace(main, is_unmodified=False)
 
 
-def _broadcast(eqn: JaxprEqn, origin: Origin) -> Origin:
+def _broadcast(eqn: JaxprEqn, origin: WeightOrigin) -> WeightOrigin:
     dims, after = eqn.params["broadcast_dimensions"], eqn.params["shape"]
     before = aval(eqn.invars[0]).shape
     return origin if dims and dims[0] == 0 and before[0] == after[0] else origin.unstacked()
 
 
-def _reshape(eqn: JaxprEqn, origin: Origin) -> Origin:
+def _reshape(eqn: JaxprEqn, origin: WeightOrigin) -> WeightOrigin:
     before, after = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
     return origin if before and after and before[0] == after[0] else origin.unstacked()
 
 
-def _transpose(eqn: JaxprEqn, origin: Origin) -> Origin:
-    return origin if eqn.params["permutation"][0] == 0 else origin.unstacked()
+def _transpose(eqn: JaxprEqn, origin: WeightOrigin) -> WeightOrigin:
+    first = eqn.params["permutation"][0]
+    if first == 0 or not origin.stacked:
+        return origin
+    # A stack whose layers are not along dim 0 (MaxText's param_scan_axis=1) is transposed before a scan runs over it.
+    whole, length = origin.layers == range(origin.num_layers or 0), aval(eqn.invars[0]).shape[first]
+    return dataclasses.replace(origin, layers=range(length), num_layers=length) if whole else origin.unstacked()
 
 
-def _squeeze(eqn: JaxprEqn, origin: Origin) -> Origin:
+def _squeeze(eqn: JaxprEqn, origin: WeightOrigin) -> WeightOrigin:
     return dataclasses.replace(origin, stacked=origin.stacked and 0 not in eqn.params["dimensions"])
 
 
-def _slice(eqn: JaxprEqn, origin: Origin) -> Origin:
+def _slice(eqn: JaxprEqn, origin: WeightOrigin) -> WeightOrigin:
     if not origin.stacked or origin.layers is None:
         return origin
     stride = (eqn.params["strides"] or (1,))[0]
@@ -162,16 +177,16 @@ def _slice(eqn: JaxprEqn, origin: Origin) -> Origin:
     return dataclasses.replace(origin, layers=taken)
 
 
-def _dynamic_slice(eqn: JaxprEqn, origin: Origin) -> Origin:
+def _dynamic_slice(eqn: JaxprEqn, origin: WeightOrigin) -> WeightOrigin:
     whole = eqn.params["slice_sizes"][0] == aval(eqn.invars[0]).shape[0]
     return origin if whole else origin.unstacked()
 
 
-def _split(eqn: JaxprEqn, origin: Origin) -> Origin:
+def _split(eqn: JaxprEqn, origin: WeightOrigin) -> WeightOrigin:
     return origin.unstacked() if eqn.params["axis"] == 0 else origin
 
 
-_MOVES: dict[str, Callable[[JaxprEqn, Origin], Origin]] = {
+_SHAPE_RULES: dict[str, Callable[[JaxprEqn, WeightOrigin], WeightOrigin]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,
@@ -189,40 +204,40 @@ _MOVES: dict[str, Callable[[JaxprEqn, Origin], Origin]] = {
 def _flow_scan(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     consts, carries = scan_counts(eqn.params, eqn.invars)
     inner = scan_inputs(eqn, values)
-    outs = flow_body(called_jaxpr(eqn), inner)
-    stacked = [value.computed() if isinstance(value, Origin) else value for value in outs[carries:]]
+    outs = propagate_jaxpr(called_jaxpr(eqn), inner)
+    stacked = [value.computed() if isinstance(value, WeightOrigin) else value for value in outs[carries:]]
     return inner[consts : consts + carries] + stacked
 
 
 def scan_inputs(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
     """The values of the inputs of a scan's body, for all of its iterations: constants, carries, slices."""
     consts, carries = scan_counts(eqn.params, eqn.invars)
-    slices = [slice_of(value, 0, eqn.params["length"]) for value in values[consts + carries :]]
+    slices = [scan_slice_value(value, 0, eqn.params["length"]) for value in values[consts + carries :]]
     head, start = list(values[:consts]), list(values[consts : consts + carries])
 
     def step(carry: list[Value]) -> list[Value]:
-        return flow_body(called_jaxpr(eqn), head + carry + slices)[:carries]
+        return propagate_jaxpr(called_jaxpr(eqn), head + carry + slices)[:carries]
 
-    return head + _fixed_point(step, start) + slices
+    return head + _iterate_to_fixpoint(step, start) + slices
 
 
-def slice_of(value: Value, start: int, stop: int) -> Value:
+def scan_slice_value(value: Value, start: int, stop: int) -> Value:
     """One iteration's slice, in start..stop-1, of what a scan runs over: some layers of a stack, or some other dim."""
-    if not isinstance(value, Origin) or not value.stacked:
+    if not isinstance(value, WeightOrigin) or not value.stacked:
         return value
     return dataclasses.replace(value, stacked=False, layers=None if value.layers is None else value.layers[start:stop])
 
 
-def loop_carry(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
+def loop_carry_values(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
     """The values that a while loop's carry has in all of its iterations, and after them."""
     first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-    body, consts = open_jaxpr(eqn.params["body_jaxpr"]), list(values[first:second])
-    return _fixed_point(lambda carry: flow_body(body, consts + carry), list(values[second:]))
+    body, consts = unclose_jaxpr(eqn.params["body_jaxpr"]), list(values[first:second])
+    return _iterate_to_fixpoint(lambda carry: propagate_jaxpr(body, consts + carry), list(values[second:]))
 
 
-def _fixed_point(step: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+def _iterate_to_fixpoint(step: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
     for _ in range(_ROUNDS):
-        after = [join(a, b) for a, b in zip(carry, step(carry), strict=True)]
+        after = [join_values(a, b) for a, b in zip(carry, step(carry), strict=True)]
         if after == carry:
             return carry
         carry = after
@@ -231,7 +246,7 @@ def _fixed_point(step: Callable[[list[Value]], list[Value]], carry: list[Value])
 
 def called_jaxpr(eqn: JaxprEqn) -> Jaxpr:
     """The one jaxpr that a call, a scan or a shard_map runs, opened."""
-    return open_jaxpr(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
+    return unclose_jaxpr(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -239,14 +254,14 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     found = []
     for value in jax.tree_util.tree_leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
-            found.append(open_jaxpr(value))
+            found.append(unclose_jaxpr(value))
     return found
 
 
-def open_jaxpr(value: Jaxpr | ClosedJaxpr) -> Jaxpr:
+def unclose_jaxpr(value: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """The jaxpr itself, of a jaxpr or of one closed over constants."""
     return value.jaxpr if hasattr(value, "consts") and hasattr(value, "jaxpr") else value
 
 
 def _is_jaxpr(value: Any) -> bool:
-    return hasattr(open_jaxpr(value), "eqns")
+    return hasattr(unclose_jaxpr(value), "eqns")

@@ -9,18 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Compiled, Lowered
 
-from halfbyte.ops.gemms import Gemm
-from halfbyte.ops.operand import Operand, Owed
-from halfbyte.ops.passes import XLA, Passes
-from halfbyte.ops.problem import Problem
-from halfbyte.recipe import Recipe
+from halfbyte.ops.gemm_problem import GemmKind, LinearProblem
+from halfbyte.ops.operand import DeferredAlpha, Operand
+from halfbyte.ops.quantize_passes import XLA_PASSES, QuantizePasses
+from halfbyte.recipes import Recipe
 
-Multiply = Callable[[Gemm, Operand, Operand, jnp.dtype], jax.Array]
+GemmFn = Callable[[GemmKind, Operand, Operand, jnp.dtype], jax.Array]
 
 
-def strays_of(scope: str, stray_gemms: Callable[[str], list[str]], lowered: Lowered, compiled: Compiled) -> list[str]:
-    """`stray_gemms` of a compiled program whose GEMMs are named `scope`; or one line that says that nobody can tell,
-    because the names are gone.
+def find_unexpected_gemms(
+    scope: str, stray_gemms: Callable[[str], list[str]], lowered: Lowered, compiled: Compiled
+) -> list[str]:
+    """Returns `stray_gemms(text)` of a compiled program whose GEMMs are named `scope`.
+
+    If XLA dropped the names, it returns one line that reports it.
     """
     text = compiled.as_text() or ""
     if scope not in text and scope in lowered.as_text(debug_info=True):
@@ -30,47 +32,49 @@ def strays_of(scope: str, stray_gemms: Callable[[str], list[str]], lowered: Lowe
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """`unsupported(problem, gemm)` says why it cannot multiply that GEMM, or None. `gemm` multiplies two operands:
-    exact products, float32 sums, their factors, one rounding. `passes` make its operands, the first of them that can:
-    it serves if one can. `owing` is `gemm` for passes that take results with a factor `Owed` to them.
+    """A backend of the three GEMMs.
 
-    The rest has defaults. `foreign(recipe)` says why its formats are not this recipe's. `pays(problem, gemm)`: whether
-    `auto` should want it where it can serve. `shares_gemms`: where it cannot multiply, `carrier` may, over operands of
-    its passes. A program that it takes part in is compiled with `compiler_options`, traced inside `tracing()`, and
-    read by `strays(lowered, compiled)`, JAX's two stages: lines that should not be there.
+    `unsupported(problem, gemm)` returns why it cannot run that GEMM, or None. `gemm` multiplies two operands: exact
+    products, float32 sums, alpha, one rounding. `passes` quantize its operands; the first supported one is used, and
+    one is needed. `gemm_deferred_alpha` is `gemm` for passes that apply alpha of a `DeferredAlpha` themselves.
+
+    The other fields have defaults. `format_mismatch(recipe)` returns why it does not support the recipe's formats.
+    `is_profitable(problem, gemm)`: `auto` chooses it only if True. `allows_per_gemm_fallback`: GEMMs that it does not
+    support run on `emulated` over operands of its passes. Programs that use it are compiled with `compiler_options`,
+    traced inside `trace_context()`, and checked by `unexpected_gemms(lowered, compiled)`, which returns lines of HLO.
     """
 
     name: str
-    unsupported: Callable[[Problem, Gemm], str | None]
-    gemm: Multiply
-    passes: tuple[Passes, ...] = (XLA,)
-    owing: Callable[[Gemm, Operand, Operand, jnp.dtype], jax.Array | Owed] | None = None
-    foreign: Callable[[Recipe], str | None] = lambda recipe: None
-    pays: Callable[[Problem, Gemm], bool] = lambda problem, gemm: True
-    shares_gemms: bool = False
+    unsupported: Callable[[LinearProblem, GemmKind], str | None]
+    gemm: GemmFn
+    passes: tuple[QuantizePasses, ...] = (XLA_PASSES,)
+    gemm_deferred_alpha: Callable[[GemmKind, Operand, Operand, jnp.dtype], jax.Array | DeferredAlpha] | None = None
+    format_mismatch: Callable[[Recipe], str | None] = lambda recipe: None
+    is_profitable: Callable[[LinearProblem, GemmKind], bool] = lambda problem, gemm: True
+    allows_per_gemm_fallback: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    tracing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    strays: Callable[[Lowered, Compiled], list[str]] = lambda lowered, compiled: []
+    trace_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    unexpected_gemms: Callable[[Lowered, Compiled], list[str]] = lambda lowered, compiled: []
 
-    def unable(self, problem: Problem) -> str | None:
+    def unsupported_reason(self, problem: LinearProblem) -> str | None:
         """Why it does not serve the problem, or None: its formats, its passes, or a quantized GEMM that is its own."""
         reasons = [passes.unsupported(problem) for passes in self.passes]
-        reason = self.foreign(problem.recipe) or (reasons[0] if all(reasons) else None)
-        if reason is not None or self.shares_gemms:
+        reason = self.format_mismatch(problem.recipe) or (reasons[0] if all(reasons) else None)
+        if reason is not None or self.allows_per_gemm_fallback:
             return reason
         unsupported = (self.unsupported(problem, gemm) for gemm in problem.quantized_gemms)
         return next((found for found in unsupported if found is not None), None)
 
-    def maker(self, problem: Problem) -> Passes:
+    def operand_passes(self, problem: LinearProblem) -> QuantizePasses:
         """The first of its passes that can make the operands of x and dy."""
         return next(p for p in self.passes if p.unsupported(problem) is None)
 
-    def left_to_xla(self, problem: Problem) -> str | None:
+    def xla_fallback_reason(self, problem: LinearProblem) -> str | None:
         """Why kernels do not make these operands, or None if they do or there are none: the reason of the first passes
         whose formats these are.
         """
-        kernels = [p for p in self.passes if p.name != XLA.name]
+        kernels = [p for p in self.passes if p.name != XLA_PASSES.name]
         reasons = {p: p.unsupported(problem) for p in kernels}
         if not kernels or None in reasons.values():
             return None
-        return next((reasons[p] for p in kernels if p.foreign(problem.recipe) is None), reasons[kernels[0]])
+        return next((reasons[p] for p in kernels if p.format_mismatch(problem.recipe) is None), reasons[kernels[0]])

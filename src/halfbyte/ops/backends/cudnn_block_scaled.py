@@ -10,49 +10,58 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.devices import cudnn_version, doubt, native_training
-from halfbyte.ops.gemms import Gemm
-from halfbyte.ops.operand import BlockScaled
-from halfbyte.ops.problem import Problem
+from halfbyte.devices import cudnn_version, distrust_reason, native_training
+from halfbyte.ops.gemm_problem import GemmKind, LinearProblem
+from halfbyte.ops.operand import BlockScaledOperand
 
 TARGET = "__cudnn$blockScaledDot"
-GLOBAL_SCALE = (9, 13, 0)  # the first cuDNN that applies it; earlier ones compile the call and leave it out
-SCOPE = "block_scaled_call"  # the name that native GEMMs carry in a compiled program
-TILE = 128  # rows of operands come in whole tiles
+MIN_CUDNN_FOR_GLOBAL_SCALE = (
+    9,
+    13,
+    0,
+)  # the first cuDNN that applies it; earlier ones compile the call and leave it out
+BLOCK_SCALED_SCOPE = "block_scaled_call"  # the name that native GEMMs carry in a compiled program
+SCALE_TILE_ROWS = 128  # rows of operands come in whole tiles
 
 
-def pays(problem: Problem, gemm: Gemm) -> bool:
+def is_native_profitable(problem: LinearProblem, gemm: GemmKind) -> bool:
     """Whether the device trains in both formats on units of its own, and is believed to do it right."""
-    return has_units(problem, gemm) and doubt(problem.device) is None
+    return has_block_scaled_tensor_cores(problem, gemm) and distrust_reason(problem.device) is None
 
 
-def has_units(problem: Problem, gemm: Gemm) -> bool:
-    return all(native_training(problem.device, getattr(problem.recipe, role).format.unit) for role in gemm.roles)
+def has_block_scaled_tensor_cores(problem: LinearProblem, gemm: GemmKind) -> bool:
+    return all(
+        native_training(problem.device, getattr(problem.recipe, role).format.hardware_unit) for role in gemm.roles
+    )
 
 
-def uncalled(problem: Problem) -> str | None:
+def cudnn_call_refusal(problem: LinearProblem) -> str | None:
     """Why our own call cannot multiply: it needs units, arrays of one device, and a cuDNN that applies factors."""
-    if problem.sharded:
+    if problem.partitioned_by_xla:
         return "its call multiplies arrays of one device, and this program is sharded by the compiler"
-    if not all(has_units(problem, gemm) for gemm in problem.quantized_gemms):
+    if not all(has_block_scaled_tensor_cores(problem, gemm) for gemm in problem.quantized_gemms):
         return f"its call needs block-scaled units, and {problem.device.name} has none for training"
     version = cudnn_version(problem.device)
-    if version < GLOBAL_SCALE:
-        found, wanted = (".".join(map(str, v)) for v in (version, GLOBAL_SCALE))
+    if version < MIN_CUDNN_FOR_GLOBAL_SCALE:
+        found, wanted = (".".join(map(str, v)) for v in (version, MIN_CUDNN_FOR_GLOBAL_SCALE))
         return f"cuDNN {found} leaves the factors of a block-scaled GEMM out; {wanted} applies them"
     return None
 
 
-def block_scaled_dot(left: BlockScaled, right: BlockScaled, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def block_scaled_dot(
+    left: BlockScaledOperand, right: BlockScaledOperand, scale: jax.Array | None, dtype: jnp.dtype
+) -> jax.Array:
     """[rows of left, rows of right]: float32 sums times `scale`, which `dtype` must hold exactly, in `dtype`."""
     m, n = math.prod(left.rows), math.prod(right.rows)
-    (a, a_scales), (b, b_scales) = (_side(operand) for operand in (left, right))
-    y = call(a, b, a_scales, b_scales, *(() if scale is None else (scale.astype(dtype),)), dtype=dtype)
+    (a, a_scales), (b, b_scales) = (_cudnn_operand(operand) for operand in (left, right))
+    y = cudnn_block_scaled_call(
+        a, b, a_scales, b_scales, *(() if scale is None else (scale.astype(dtype),)), dtype=dtype
+    )
     return y[0, :m, :n].reshape(*left.rows, *right.rows)
 
 
-@jax.named_scope(SCOPE)
-def call(a: jax.Array, b: jax.Array, *scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+@jax.named_scope(BLOCK_SCALED_SCOPE)
+def cudnn_block_scaled_call(a: jax.Array, b: jax.Array, *scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """cuDNN's call over [1, rows, contraction] elements, with the tiled scales of both and a scalar for the result."""
     shape = (1, a.shape[1], b.shape[1])
     # The second result is cuDNN's workspace, whose size XLA sets.
@@ -63,11 +72,11 @@ def call(a: jax.Array, b: jax.Array, *scales: jax.Array, dtype: jnp.dtype) -> ja
     return y
 
 
-def _side(operand: BlockScaled) -> tuple[jax.Array, jax.Array]:
+def _cudnn_operand(operand: BlockScaledOperand) -> tuple[jax.Array, jax.Array]:
     """([1, rows, contraction] elements, [1, rows, blocks] scales in tiles), rows in whole tiles."""
     fmt = operand.policy.format
     assert fmt.element is not None and fmt.scale_dtype is not None
-    codes = jnp.pad(operand.codes, ((0, -operand.codes.shape[0] % TILE), (0, 0)))
+    codes = jnp.pad(operand.codes, ((0, -operand.codes.shape[0] % SCALE_TILE_ROWS), (0, 0)))
     # [rows, bytes] -> [rows, bytes, 2] where two codes share a byte -> [1, rows, contraction]
-    elements = lax.bitcast_convert_type(codes, fmt.element.dtype).reshape(1, codes.shape[0], operand.contraction)
+    elements = lax.bitcast_convert_type(codes, fmt.element.dtype).reshape(1, codes.shape[0], operand.k_size)
     return elements, lax.bitcast_convert_type(operand.scales, fmt.scale_dtype).reshape(1, codes.shape[0], -1)

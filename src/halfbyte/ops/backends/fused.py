@@ -1,16 +1,16 @@
 """`fused`: the quantize passes as GPU kernels of our own, and bfloat16 GEMMs over their carriers.
 
-On a Hopper GPU the GEMMs of `carrier` already run at the speed of bfloat16; what an emulated step owes on top are the
+On a Hopper GPU the GEMMs of `emulated` already run at the speed of bfloat16; what an emulated step owes on top are the
 passes that quantize. Here each tensor is read once for its maxima and once for all the operands requested of it, with
 the Hadamard transform, the random bits and SwiGLU inside (`kernels`). The operands are those of the definition, bit
 for bit; for SwiGLU that holds on the numbers that the kernels compute with the GPU's own exp.
 
 An operand whose source is the forward one is made of that one's carrier, in two further reads: kernels multiply it by
 the tensor's decode scale, which gives the numbers of `QTensor.dequantize`. Under MS-EDEN it is made of the tensor
-itself (`kernels/eden.py`), and is a pass of its own, like every operand that is transformed in runs of 128.
+itself (`kernels/ms_eden.py`), and is a pass of its own, like every operand that is transformed in runs of 128.
 
 The GEMM kernel multiplies its float32 accumulator by the factors before it rounds; XLA would write the float32 sums to
-memory and read them again. A GEMM whose sizes its tiles do not divide is `carrier`'s, over the same operands.
+memory and read them again. A GEMM whose sizes its tiles do not divide is `emulated`'s, over the same operands.
 """
 
 import dataclasses
@@ -22,174 +22,205 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import kernels
-from halfbyte.formats import Packed
-from halfbyte.formats.hadamard import fresh_signs
-from halfbyte.kernels import Columnwise, Rowwise, Window, eden, top_of
-from halfbyte.kernels.layout import BLOCK
-from halfbyte.kernels.matmul import unsupported as gemm_unsupported
-from halfbyte.kernels.scale import AMAX, DECODE, GEMM, SIZE
-from halfbyte.kernels.stacks import Layer
+from halfbyte.formats import PackedQTensor
+from halfbyte.formats.hadamard import random_signs
+from halfbyte.kernels import ColumnwiseOperand, GlobalWindow, RowwiseOperand, amax_target, ms_eden
+from halfbyte.kernels.hopper_gemm import unsupported_gemm as gemm_unsupported
+from halfbyte.kernels.mosaic_launch import StackSlice
+from halfbyte.kernels.tensor_scale_kernel import AMAX, DECODE, GEMM_ALPHA_INDEX, SCALE_VECTOR_SIZE
+from halfbyte.kernels.triton_launch import NVFP4_BLOCK
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend
-from halfbyte.ops.backends.served import FORMATS, WEIGHT, WEIGHTS, apart, foreign, in_runs, rule_of, scaling
-from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, result_shape
-from halfbyte.ops.operand import (
-    SCALES,
-    Carrier,
-    Kept,
-    Operand,
-    Owed,
-    WeightScales,
-    check_keys,
-    gemm_factor,
-    key_pair,
-    name_saved,
+from halfbyte.ops.backends.kernel_support import (
+    KERNEL_FORMATS,
+    KERNEL_WEIGHT_POLICIES,
+    WEIGHT_2D,
+    kernel_scaling,
+    nvfp4_format_mismatch,
+    rule_of,
+    separate_pass_reason,
+    uses_hadamard128,
 )
-from halfbyte.ops.passes import ROWS, GatedPasses, KeptWeight, Made, Maxima, QuantizedWeight, Read, Request
-from halfbyte.ops.problem import Problem
-from halfbyte.ops.shards import axes_of, offsets, whole_maxima, whole_shape
-from halfbyte.recipe import OperandPolicy, Recipe
+from halfbyte.ops.gemm_problem import DGRAD, FPROP, WGRAD, GemmKind, LinearProblem, result_shape
+from halfbyte.ops.linear_sharding import axes_in, global_amaxes, global_shape, shard_offsets
+from halfbyte.ops.operand import (
+    SCALES_NAME,
+    BlockDequantized,
+    DeferredAlpha,
+    Operand,
+    Residual,
+    WeightScalesResidual,
+    check_rounding_keys,
+    key_words_arg,
+    operand_decode_scale,
+    tag_residual,
+)
+from halfbyte.ops.quantize_passes import (
+    ROW_AXIS,
+    Amaxes,
+    ArrayOrDeferred,
+    GatedQuantizePasses,
+    OperandOrResidual,
+    OperandSpec,
+    WeightOperand,
+    WeightResidual,
+)
+from halfbyte.recipes import OperandPolicy, Recipe
 
-LAYOUTS = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
+LAYOUT_OF_GEMM = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
 
 
-def unsupported(problem: Problem, gemm: Gemm) -> str | None:
+def fused_unsupported(problem: LinearProblem, gemm: GemmKind) -> str | None:
     """Why the GEMM kernel cannot multiply, or None."""
-    m, n, k = problem.sizes(gemm)
+    m, n, k = problem.gemm_sizes_mnk(gemm)
     dtype = problem.weight_dtype if gemm is WGRAD else problem.dtype
     return gemm_unsupported(
-        m, n, k, layout=LAYOUTS[gemm], out_dtype=jnp.dtype(dtype), capability=problem.device.capability
+        m, n, k, layout=LAYOUT_OF_GEMM[gemm], out_dtype=jnp.dtype(dtype), capability=problem.device.capability
     )
 
 
-def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
+def fused_gemm(gemm: GemmKind, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
     """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
     a, b = left.values(), right.values()
     x, w = (t.reshape(-1, t.shape[-1]).astype(jnp.bfloat16) for t in (a, b))  # [tokens..., features] -> a matrix
-    y = kernels.matmul(x, w, _factors(left), _factors(right), layout=LAYOUTS[gemm], out_dtype=dtype)
-    return y.reshape(result_shape(a.shape, b.shape, gemm.axes(a.ndim)))
+    y = kernels.matmul(x, w, _factors(left), _factors(right), layout=LAYOUT_OF_GEMM[gemm], out_dtype=dtype)
+    return y.reshape(result_shape(a.shape, b.shape, gemm.contracting_axes(a.ndim)))
 
 
 def _factors(operand: Operand) -> jax.Array:
     """The scale vector as the GEMM kernel reads it, also for operands of other passes: weights made once a step."""
-    vector = getattr(operand, "vector", None)
+    vector = getattr(operand, "scale_vector", None)
     if vector is not None:
         return vector
-    return jnp.full((SIZE,), jnp.float32(1) if operand.factor is None else operand.factor)
+    return jnp.full((SCALE_VECTOR_SIZE,), jnp.float32(1) if operand.decode_scale is None else operand.decode_scale)
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedPasses(GatedPasses):
+class FusedQuantizePasses(GatedQuantizePasses):
     """The passes as kernels."""
 
     name = "fused"
-    keeps_in_stacks = True
+    supports_stacked_residuals = True
     reads_stacks = True
     packs_weights = False  # also those that do not travel
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem: LinearProblem) -> str | None:
         """Needs one Hopper or newer NVIDIA GPU, bfloat16 tensors, and sizes that the kernels' tiles divide."""
-        reason = problem.without_kernels()
+        reason = problem.no_pallas_reason()
         for columns in (problem.inputs, problem.outputs):
-            reason = reason or kernels.unsupported(problem.tokens, columns, capability=problem.device.capability)
+            reason = reason or kernels.unsupported_tiled(problem.tokens, columns, capability=problem.device.capability)
         return reason
 
-    def weight_unsupported(self, problem: Problem, policy: OperandPolicy) -> str | None:
-        if policy not in WEIGHTS:
-            return f"its kernels make nvfp4 2d rne, or 1d of {', '.join(fmt.name for fmt in FORMATS)}; this is {policy}"
-        if policy != WEIGHT and (problem.gathered or self.packs_weights):
+    def weight_unsupported(self, problem: LinearProblem, policy: OperandPolicy) -> str | None:
+        if policy not in KERNEL_WEIGHT_POLICIES:
+            known = ", ".join(fmt.name for fmt in KERNEL_FORMATS)
+            return f"its kernels make nvfp4 2d rne, or 1d of {known}; this is {policy}"
+        if policy != WEIGHT_2D and (problem.gathered or self.packs_weights):
             return f"its kernels pack weights in square tiles, this is {policy}"
-        if problem.weight_dtype not in kernels.WEIGHTS:
-            return f"its kernel reads {' or '.join(kernels.WEIGHTS)} weights, got {problem.weight_dtype}"
-        return kernels.unsupported(*problem.weight_part)
+        if problem.weight_dtype not in kernels.WEIGHT_DTYPES:
+            return f"its kernel reads {' or '.join(kernels.WEIGHT_DTYPES)} weights, got {problem.weight_dtype}"
+        return kernels.unsupported_tiled(*problem.weight_shard_shape)
 
-    def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
+    def unsupported_activation_fusion(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
         if activation != SILU:
             return f"its kernels compute {SILU.name}, not {activation.name}"
         gate, up, down = recipes
-        if reason := apart(recipes):
+        if reason := separate_pass_reason(recipes):
             return reason
-        if down.wgrad_x.source == "forward":
+        if down.wgrad_x.source == "requantize_forward":
             return "its kernels make h's operands of h, not one of the other"
         transforms = {gate.wgrad_dy.hadamard, up.wgrad_dy.hadamard, down.wgrad_x.hadamard}
         return None if len(transforms) == 1 else "its kernels transform the columns of dg, du and h alike"
 
-    def maxima(self, x: jax.Array, requests: Sequence[Request]) -> Maxima:
+    def precompute_amax(self, x: jax.Array, specs: Sequence[OperandSpec]) -> Amaxes:
         """Of what is not transformed in runs."""
-        beside = [r for r in requests if not in_runs(r.policy)]
-        if not beside and all(r.forward is None for r in requests):
+        beside = [r for r in specs if not uses_hadamard128(r.policy)]
+        if not beside and all(r.forward_spec is None for r in specs):
             return None
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        found = kernels.maxima(flat, hadamard=_transformed(_of_tensor(beside)))
-        return _of_all(found, requests)
+        found = kernels.partial_amax(flat, hadamard=_transformed(_direct_specs(beside)))
+        return _merge_amaxes(found, specs)
 
-    def quantize_by(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima) -> list[Made]:
+    def quantize_with_amax(self, x: jax.Array, specs: Sequence[OperandSpec], maxima: Amaxes) -> list[OperandOrResidual]:
         flat, tops = x.reshape(-1, x.shape[-1]), maxima or ()  # [tokens..., features] -> [tokens, features]
-        beside = [r for r in requests if not in_runs(r.policy)]
-        made = iter(self._made(functools.partial(kernels.quantize, flat), tops, beside, x.shape) if beside else ())
+        beside = [r for r in specs if not uses_hadamard128(r.policy)]
+        made = iter(
+            self._run_pass(functools.partial(kernels.quantize_tiled, flat), tops, beside, x.shape) if beside else ()
+        )
 
-        def run(wanted: Request) -> Made:
+        def run(spec: OperandSpec) -> OperandOrResidual:
             forward = None
-            if wanted.axis != ROWS and x.shape[-2] % eden.POINTS:
+            if spec.axis != ROW_AXIS and x.shape[-2] % ms_eden.POINTS:
                 raise ValueError(
-                    f"a Hadamard transform of {eden.POINTS} tokens does not divide the {x.shape[-2]} of a sequence "
+                    f"a Hadamard transform of {ms_eden.POINTS} tokens does not divide the {x.shape[-2]} of a sequence "
                     "that this device has; take another mesh"
                 )
-            if wanted.forward is not None:
-                policy = wanted.forward.policy
-                scale = kernels.tensor_scale(tops[0], top=top_of(rule_of(policy)))
-                forward = eden.Forward(scale, **scaling(policy))
-            scale = _scale_of_runs(flat, wanted, forward)
-            return self._operands(_runs(flat, wanted, scale, forward, x.shape), [wanted], [scale], x.shape)[0]
+            if spec.forward_spec is not None:
+                policy = spec.forward_spec.policy
+                scale = kernels.compute_tensor_scale(tops[0], top=amax_target(rule_of(policy)))
+                forward = ms_eden.ForwardOperand(scale, **kernel_scaling(policy))
+            scale = _scale_of_runs(flat, spec, forward)
+            codes = _quantize_hadamard128(flat, spec, scale, forward, x.shape)
+            return self._operands(codes, [spec], [scale], x.shape)[0]
 
-        return [run(r) if in_runs(r.policy) else next(made) for r in requests]
+        return [run(r) if uses_hadamard128(r.policy) else next(made) for r in specs]
 
-    def _made(self, run, tops: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
-        """Of the tensor itself, and of forward operands that are made of it first, once each."""
-        wanted = _of_tensor(requests)
-        made = self._in_rounds(run, tops, wanted, shape)
+    def _run_pass(
+        self, run, tops: Sequence[jax.Array], specs: Sequence[OperandSpec], shape: tuple
+    ) -> list[OperandOrResidual]:
+        """Quantizes the tensor, and first, once each, the forward operands that others are quantized from."""
+        direct = _direct_specs(specs)
+        made = self._run_in_rounds(run, tops, direct, shape)
 
-        def answer(wish: Request) -> Made:
-            return next(o for r, o in zip(wanted, made, strict=True) if r is wish or r.same(wish))
+        def answer(wish: OperandSpec) -> OperandOrResidual:
+            return next(o for r, o in zip(direct, made, strict=True) if r is wish or r.is_same_operand(wish))
 
-        return [answer(r) if r.forward is None else self._again(answer(r.forward), r) for r in requests]
+        return [
+            answer(r) if r.forward_spec is None else self._requantize_column(answer(r.forward_spec), r) for r in specs
+        ]
 
-    def _again(self, forward: Carrier, wanted: Request) -> Made:
-        """The column of the numbers that a forward operand stands for."""
-        shape, owed = forward.array.shape, _decode(forward)
+    def _requantize_column(self, forward: BlockDequantized, spec: OperandSpec) -> OperandOrResidual:
+        """Quantizes a forward operand again along columns."""
+        shape, owed = forward.array.shape, _decode_scale_of(forward)
         flat = forward.array.reshape(-1, shape[-1])  # [tokens..., features] -> [tokens, features]
-        tops = _of_all(kernels.maxima(flat, owed=owed), [wanted])
-        (_, column), scales = self._sides(tops, None, wanted, shape)
-        made = kernels.quantize(flat, columns=dataclasses.replace(column, owed=owed))
-        return self._operands(made, [wanted], scales, shape)[0]
+        tops = _merge_amaxes(kernels.partial_amax(flat, deferred_alpha=owed), [spec])
+        (_, column), scales = self._kernel_operands(tops, None, spec, shape)
+        made = kernels.quantize_tiled(flat, columns=dataclasses.replace(column, deferred_alpha=owed))
+        return self._operands(made, [spec], scales, shape)[0]
 
-    def activate_into(self, g, u, requests, into):
+    def activate_to_stacks(self, g, u, specs, into):
         flat, owed = _matrices(g, u)
-        hadamard, places = _transformed(requests), [layer.reshape(-1, layer.shape[-1]) for layer in into]
-        found = kernels.forward_maxima(*flat, owed=owed, hadamard=hadamard, into=places)
+        hadamard, places = _transformed(specs), [layer.reshape(-1, layer.shape[-1]) for layer in into]
+        found = kernels.swiglu_forward_amax(*flat, deferred_alpha=owed, hadamard=hadamard, stack_slices=places)
         tops, stacks = found[: len(found) - len(into)], found[len(found) - len(into) :]
-        run = functools.partial(kernels.quantize_forward, *flat, owed=owed)
-        made = self._in_rounds(run, _of_all(tops, requests), requests, g.shape)
+        run = functools.partial(kernels.swiglu_quantize_forward, *flat, deferred_alpha=owed)
+        made = self._run_in_rounds(run, _merge_amaxes(tops, specs), specs, g.shape)
         return made, tuple(s.reshape(layer.stack.shape) for s, layer in zip(stacks, into, strict=True))
 
-    def _in_rounds(self, run, tops: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
-        """A kernel makes one row and one column at most: linears that cannot share an operand take turns."""
-        rows = [r for r in requests if r.axis == ROWS]
-        columns = [r for r in requests if r.axis != ROWS]
-        made: dict[int, Made] = {}
+    def _run_in_rounds(
+        self, run, tops: Sequence[jax.Array], specs: Sequence[OperandSpec], shape: tuple
+    ) -> list[OperandOrResidual]:
+        """Launches the kernel, which writes at most one operand per axis, until all specs are done."""
+        rows = [r for r in specs if r.axis == ROW_AXIS]
+        columns = [r for r in specs if r.axis != ROW_AXIS]
+        made: dict[int, OperandOrResidual] = {}
         for row, column in itertools.zip_longest(rows, columns):
-            sides, scales = self._sides(tops, row, column, shape)
+            sides, scales = self._kernel_operands(tops, row, column, shape)
             wrote = run(rows=sides[0], columns=sides[1])
-            wanted = [r for r in (row, column) if r is not None]
-            for r, operand in zip(wanted, self._operands(wrote, wanted, scales, shape), strict=True):
+            pair = [r for r in (row, column) if r is not None]
+            for r, operand in zip(pair, self._operands(wrote, pair, scales, shape), strict=True):
                 made[id(r)] = operand
-        return [made[id(r)] for r in requests]
+        return [made[id(r)] for r in specs]
 
-    def _sides(self, tops: Sequence[jax.Array], row: Request | None, column: Request | None, shape: tuple[int, ...]):
-        """((row, column) as a kernel takes them, their scales), from the maxima of a tensor and of its transform."""
-        wanted = [r for r in (row, column) if r is not None]
-        own = [tops[-1 if r.policy.hadamard else 0] for r in wanted]
-        scales = name_saved(kernels.tensor_scales(*own, tops=tuple(top_of(rule_of(r.policy)) for r in wanted)), SCALES)
+    def _kernel_operands(
+        self, tops: Sequence[jax.Array], row: OperandSpec | None, column: OperandSpec | None, shape: tuple[int, ...]
+    ):
+        """Returns ((row, column) as kernel arguments, their scales) from the amax of a tensor and of its transform."""
+        pair = [r for r in (row, column) if r is not None]
+        own = [tops[-1 if r.policy.hadamard else 0] for r in pair]
+        scales = tag_residual(
+            kernels.compute_tensor_scales(*own, tops=tuple(amax_target(rule_of(r.policy)) for r in pair)), SCALES_NAME
+        )
         sides = (
             None if row is None else self._rowwise(row, scales[0], shape),
             None if column is None else self._columnwise(column, scales[-1], shape),
@@ -198,14 +229,14 @@ class FusedPasses(GatedPasses):
 
     def activate_backward(self, g, u, dh, dg, du, h):
         flat, owed = _matrices(g, u, dh)
-        found = kernels.backward_maxima(*flat, owed=owed, tensors=3, hadamard=_transformed(h))
-        tops = _of_all(found, dg)
+        found = kernels.swiglu_backward_amax(*flat, deferred_alpha=owed, tensors=3, hadamard=_transformed(h))
+        tops = _merge_amaxes(found, dg)
         each = len(tops) // 3
         (dg_sides, dg_scales), (du_sides, du_scales), (h_sides, h_scales) = (
-            self._sides(tops[i * each : (i + 1) * each], *wanted, g.shape)
-            for i, wanted in enumerate(((dg[0], dg[1]), (du[0], du[1]), (None, h[0])))
+            self._kernel_operands(tops[i * each : (i + 1) * each], *pair, g.shape)
+            for i, pair in enumerate(((dg[0], dg[1]), (du[0], du[1]), (None, h[0])))
         )
-        made = kernels.quantize_backward(*flat, owed=owed, dg=dg_sides, du=du_sides, h=h_sides[1])
+        made = kernels.swiglu_quantize_backward(*flat, deferred_alpha=owed, dg=dg_sides, du=du_sides, h=h_sides[1])
         per = len(made) // 5  # arrays an operand
         return (
             self._operands(made[: 2 * per], dg, dg_scales, g.shape),
@@ -213,158 +244,196 @@ class FusedPasses(GatedPasses):
             self._operands(made[4 * per :], h, h_scales, g.shape),
         )
 
-    def _rowwise(self, row: Request, scale: jax.Array, shape: tuple[int, ...]) -> Rowwise:
-        """What a kernel is asked for a row."""
-        return Rowwise(scale, key=key_pair(row.key), window=_window(row, shape), **scaling(row.policy))
+    def _rowwise(self, row: OperandSpec, scale: jax.Array, shape: tuple[int, ...]) -> RowwiseOperand:
+        """Returns the kernel's argument for a rowwise operand."""
+        return RowwiseOperand(
+            scale, key=key_words_arg(row.key), window=_window(row, shape), **kernel_scaling(row.policy)
+        )
 
-    def _columnwise(self, column: Request, scale: jax.Array, shape: tuple[int, ...]) -> Columnwise:
-        """What a kernel is asked for a column."""
-        key, window, policy = key_pair(column.key), _window(column, shape), column.policy
-        return Columnwise(scale, key, window, policy.hadamard, packed=column.kept, **scaling(policy))
+    def _columnwise(self, column: OperandSpec, scale: jax.Array, shape: tuple[int, ...]) -> ColumnwiseOperand:
+        """Returns the kernel's argument for a columnwise operand."""
+        key, window, policy = key_words_arg(column.key), _window(column, shape), column.policy
+        return ColumnwiseOperand(
+            scale, key, window, policy.hadamard, packed=column.as_residual, **kernel_scaling(policy)
+        )
 
     def _operands(
-        self, made: Sequence[jax.Array], requests: Sequence[Request], scales: Sequence[jax.Array],
+        self, made: Sequence[jax.Array], specs: Sequence[OperandSpec], scales: Sequence[jax.Array],
         shape: tuple[int, ...],
-    ) -> list[Made]:  # fmt: skip
-        """What a kernel wrote, row before column, as was requested: a carrier each, or packed codes and scales."""
-        arrays, operands = list(made), list[Made]()
-        for wanted, scale in zip(requests, scales, strict=True):
-            if wanted.kept:
+    ) -> list[OperandOrResidual]:  # fmt: skip
+        """Returns the kernel's outputs, row before column, as operands: block-dequantized or packed codes."""
+        arrays, operands = list(made), list[OperandOrResidual]()
+        for spec, scale in zip(specs, scales, strict=True):
+            if spec.as_residual:
                 # [tokens / 2, features] and [tokens / 16, features] -> with the leading dims of the tensor
                 codes, blocks = (t.reshape(*shape[:-2], -1, shape[-1]) for t in (arrays.pop(0), arrays.pop(0)))
-                packed = Packed(codes, blocks, scale[AMAX], scale[DECODE], wanted.policy.format, "1d", wanted.axis)
-                operands.append(name_saved(packed))
+                packed = PackedQTensor(codes, blocks, scale[AMAX], scale[DECODE], spec.policy.format, "1d", spec.axis)
+                operands.append(tag_residual(packed))
             else:
-                operands.append(Carrier(arrays.pop(0).reshape(shape), scale[GEMM], wanted.policy, scale))
+                operands.append(
+                    BlockDequantized(arrays.pop(0).reshape(shape), scale[GEMM_ALPHA_INDEX], spec.policy, scale)
+                )
         return operands
 
-    def weight(self, w: jax.Array | Layer, wanted: Request, *, packed: bool = True) -> QuantizedWeight:
-        policy = wanted.policy
-        if packed and policy != WEIGHT:  # no kernel packs blocks along an axis
-            return super().weight(w, wanted, packed=packed)
-        (tops,) = whole_maxima([kernels.weight_maxima(w)], wanted.cut)
-        scale = name_saved(kernels.tensor_scale(tops, top=top_of(rule_of(policy))), SCALES)
+    def quantize_weight(self, w: jax.Array | StackSlice, spec: OperandSpec, *, packed: bool = True) -> WeightOperand:
+        policy = spec.policy
+        if packed and policy != WEIGHT_2D:  # no kernel packs blocks along an axis
+            return super().quantize_weight(w, spec, packed=packed)
+        (tops,) = global_amaxes([kernels.weight_partial_amax(w)], spec.dim_axes)
+        scale = tag_residual(kernels.compute_tensor_scale(tops, top=amax_target(rule_of(policy))), SCALES_NAME)
         if not packed:
-            axis = None if policy.block == "2d" else wanted.axis
-            made = kernels.quantize_weight(w, scale, axis=axis, **scaling(policy))
-            return Carrier(made, scale[GEMM], policy, scale)
-        codes, scales = kernels.pack_weight(w, scale)
-        return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, wanted.axis)
+            axis = None if policy.block == "2d" else spec.axis
+            made = kernels.quantize_weight_kernel(w, scale, axis=axis, **kernel_scaling(policy))
+            return BlockDequantized(made, scale[GEMM_ALPHA_INDEX], policy, scale)
+        codes, scales = kernels.pack_weight_kernel(w, scale)
+        return PackedQTensor(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, spec.axis)
 
-    def weight_again(
-        self, w: jax.Array | Layer, forward: QuantizedWeight, wanted: Request, *, packed: bool = True
-    ) -> QuantizedWeight:
-        if packed or not isinstance(forward, Carrier):
-            return super().weight_again(w, forward, wanted, packed=packed)
-        if in_runs(wanted.policy):
-            scale = _scale_of_runs(w, wanted, _forward(forward))
+    def requantize_weight(
+        self, w: jax.Array | StackSlice, forward: WeightOperand, spec: OperandSpec, *, packed: bool = True
+    ) -> WeightOperand:
+        if packed or not isinstance(forward, BlockDequantized):
+            return super().requantize_weight(w, forward, spec, packed=packed)
+        if uses_hadamard128(spec.policy):
+            scale = _scale_of_runs(w, spec, _forward_operand(forward))
         else:
-            (tops,) = whole_maxima([kernels.weight_maxima(forward.array, owed=_decode(forward))], wanted.cut)
-            scale = kernels.tensor_scale(tops, top=top_of(rule_of(wanted.policy)))
-        return self.remake_weight(w, WeightScales(name_saved(scale, SCALES)), wanted, forward)
+            (tops,) = global_amaxes(
+                [kernels.weight_partial_amax(forward.array, deferred_alpha=_decode_scale_of(forward))], spec.dim_axes
+            )
+            scale = kernels.compute_tensor_scale(tops, top=amax_target(rule_of(spec.policy)))
+        return self.rematerialize_weight(w, WeightScalesResidual(tag_residual(scale, SCALES_NAME)), spec, forward)
 
-    def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
+    def load_packed_weight(self, codes: PackedQTensor, policy: OperandPolicy, *, axis: int) -> Operand:
         """The carrier of packed codes, by the kernel where it takes them."""
         rows, columns = codes.packed.shape
-        if policy != WEIGHT or codes.axis != -2 or codes.scales is None or kernels.unsupported(2 * rows, columns):
-            return super().load_weight(codes, policy, axis=axis)
-        scales = jnp.repeat(codes.scales, BLOCK, axis=1)  # [inputs / 16, outputs / 16] -> [inputs / 16, outputs]
-        return Carrier(kernels.unpack(codes.packed, scales), gemm_factor(codes), policy)
+        if (
+            policy != WEIGHT_2D
+            or codes.axis != -2
+            or codes.scales is None
+            or kernels.unsupported_tiled(2 * rows, columns)
+        ):
+            return super().load_packed_weight(codes, policy, axis=axis)
+        scales = jnp.repeat(codes.scales, NVFP4_BLOCK, axis=1)  # [inputs / 16, outputs / 16] -> [inputs / 16, outputs]
+        return BlockDequantized(kernels.unpack_tiled(codes.packed, scales), operand_decode_scale(codes), policy)
 
-    def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
+    def weight_residual(self, made: WeightOperand) -> WeightResidual:
         """A carrier is four times as large as its codes, and its master is there anyway: the tensor's scales stay."""
-        return WeightScales(made.vector) if isinstance(made, Carrier) and made.vector is not None else made
+        return (
+            WeightScalesResidual(made.scale_vector)
+            if isinstance(made, BlockDequantized) and made.scale_vector is not None
+            else made
+        )
 
-    def remake_weight(
-        self, w: jax.Array | Layer, scales: WeightScales, wanted: Request, forward: QuantizedWeight | None = None
-    ) -> QuantizedWeight:
-        vector, policy = scales.vector, wanted.policy
-        axis, how = None if policy.block == "2d" else wanted.axis, scaling(policy)
-        if policy.source != "forward":
-            made = kernels.quantize_weight(w, vector, axis=axis, **how)
-            return Carrier(made, vector[GEMM], policy, vector)
-        assert isinstance(forward, Carrier), "what is quantized again is a carrier"
-        if in_runs(policy):
-            (made,) = _runs(w, wanted, vector, _forward(forward), w.shape)
+    def rematerialize_weight(
+        self,
+        w: jax.Array | StackSlice,
+        scales: WeightScalesResidual,
+        spec: OperandSpec,
+        forward: WeightOperand | None = None,
+    ) -> WeightOperand:
+        vector, policy = scales.vector, spec.policy
+        axis, how = None if policy.block == "2d" else spec.axis, kernel_scaling(policy)
+        if policy.source != "requantize_forward":
+            made = kernels.quantize_weight_kernel(w, vector, axis=axis, **how)
+            return BlockDequantized(made, vector[GEMM_ALPHA_INDEX], policy, vector)
+        assert isinstance(forward, BlockDequantized), "what is quantized again is a carrier"
+        if uses_hadamard128(policy):
+            (made,) = _quantize_hadamard128(w, spec, vector, _forward_operand(forward), w.shape)
         else:
-            made = kernels.quantize_weight(forward.array, vector, axis=axis, owed=_decode(forward), **how)
-        return Carrier(made, vector[GEMM], policy, vector)
+            made = kernels.quantize_weight_kernel(
+                forward.array, vector, axis=axis, deferred_alpha=_decode_scale_of(forward), **how
+            )
+        return BlockDequantized(made, vector[GEMM_ALPHA_INDEX], policy, vector)
 
-    def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
-        assert isinstance(kept, Packed) and kept.scales is not None, "these passes keep packed columns"
+    def operand_from_residual(self, kept: Residual, policy: OperandPolicy) -> Operand:
+        assert isinstance(kept, PackedQTensor) and kept.scales is not None, "these passes keep packed columns"
         features = kept.packed.shape[-1]
         # [.., tokens / 2, features] and [.., tokens / 16, features] -> matrices
         flat = [t.reshape(-1, features) for t in (kept.packed, kept.scales)]
         shape = (*kept.packed.shape[:-2], 2 * kept.packed.shape[-2], features)
-        return Carrier(kernels.unpack(*flat).reshape(shape), gemm_factor(kept), policy)
+        return BlockDequantized(kernels.unpack_tiled(*flat).reshape(shape), operand_decode_scale(kept), policy)
 
 
-def _decode(operand: Carrier) -> jax.Array:
-    """float32 [1]: what makes of a carrier's numbers those that it stands for; NaN if the tensor's amax is not finite,
-    as `numbers_of` has it.
+def _decode_scale_of(operand: BlockDequantized) -> jax.Array:
+    """Returns the decode scale of block-dequantized values, float32 [1].
+
+    NaN if the tensor's amax is not finite, as in `dequantize_codes`.
     """
-    assert operand.vector is not None, "a kernel made it, with the tensor's scales"
-    return operand.vector[GEMM][None]
+    assert operand.scale_vector is not None, "a kernel made it, with the tensor's scales"
+    return operand.scale_vector[GEMM_ALPHA_INDEX][None]
 
 
-def _forward(operand: Carrier) -> eden.Forward:
+def _forward_operand(operand: BlockDequantized) -> ms_eden.ForwardOperand:
     """A forward operand as the kernels of runs make it again."""
-    assert operand.vector is not None, "a kernel made it, with the tensor's scales"
-    return eden.Forward(operand.vector, **scaling(operand.policy))
+    assert operand.scale_vector is not None, "a kernel made it, with the tensor's scales"
+    return ms_eden.ForwardOperand(operand.scale_vector, **kernel_scaling(operand.policy))
 
 
-def _scale_of_runs(x: jax.Array | Layer, wanted: Request, forward: eden.Forward | None) -> jax.Array:
+def _scale_of_runs(x: jax.Array | StackSlice, spec: OperandSpec, forward: ms_eden.ForwardOperand | None) -> jax.Array:
     """The scales of x's runs, transformed."""
-    check_keys(wanted.policy, wanted.key, wanted.signs)
-    found = eden.maxima(x, _signs(wanted), axis=wanted.axis, forward=forward)
-    return name_saved(kernels.tensor_scale(*_of_all([found], [wanted]), top=top_of(rule_of(wanted.policy))), SCALES)
+    check_rounding_keys(spec.policy, spec.key, spec.signs_key)
+    found = ms_eden.eden_partial_amax(x, _signs(spec), axis=spec.axis, forward=forward)
+    return tag_residual(
+        kernels.compute_tensor_scale(*_merge_amaxes([found], [spec]), top=amax_target(rule_of(spec.policy))),
+        SCALES_NAME,
+    )
 
 
-def _runs(
-    x: jax.Array | Layer, wanted: Request, scale: jax.Array, forward: eden.Forward | None, shape: tuple[int, ...]
+def _quantize_hadamard128(
+    x: jax.Array | StackSlice,
+    spec: OperandSpec,
+    scale: jax.Array,
+    forward: ms_eden.ForwardOperand | None,
+    shape: tuple[int, ...],
 ) -> tuple[jax.Array, ...]:
     """What a kernel makes of x's runs."""
-    key, window, rule = key_pair(wanted.key), _window(wanted, shape), rule_of(wanted.policy)
+    key, window, rule = key_words_arg(spec.key), _window(spec, shape), rule_of(spec.policy)
     assert key is not None, "scales are rounded by chance"
-    drawn = eden.Drawn(scale, key, rule, window)
-    return eden.quantize(x, _signs(wanted), drawn, axis=wanted.axis, forward=forward, packed=wanted.kept)
+    drawn = ms_eden.EdenQuantization(scale, key, rule, window)
+    return ms_eden.eden_quantize(x, _signs(spec), drawn, axis=spec.axis, forward=forward, packed=spec.as_residual)
 
 
-def _signs(wanted: Request) -> jax.Array:
-    assert wanted.signs is not None, "signs are drawn"
-    return fresh_signs(wanted.signs, eden.POINTS)
+def _signs(spec: OperandSpec) -> jax.Array:
+    assert spec.signs_key is not None, "signs are drawn"
+    return random_signs(spec.signs_key, ms_eden.POINTS)
 
 
-def _matrices(*tensors: Read) -> tuple[list[jax.Array], jax.Array | None]:
+def _matrices(*tensors: ArrayOrDeferred) -> tuple[list[jax.Array], jax.Array | None]:
     """([tokens, features] of each, the factors that are owed to them; None where nothing is)."""
-    arrays = [t.array if isinstance(t, Owed) else t for t in tensors]
+    arrays = [t.array if isinstance(t, DeferredAlpha) else t for t in tensors]
     flat = [a.reshape(-1, a.shape[-1]) for a in arrays]  # [tokens..., features] -> [tokens, features]
-    if not any(isinstance(t, Owed) for t in tensors):
+    if not any(isinstance(t, DeferredAlpha) for t in tensors):
         return flat, None
-    return flat, jnp.stack([t.factor if isinstance(t, Owed) else jnp.float32(1) for t in tensors])
+    return flat, jnp.stack([t.alpha if isinstance(t, DeferredAlpha) else jnp.float32(1) for t in tensors])
 
 
-def _of_tensor(requests: Sequence[Request]) -> list[Request]:
+def _direct_specs(specs: Sequence[OperandSpec]) -> list[OperandSpec]:
     """What is to be made of the tensor itself: operands, and those of which others are made."""
-    wanted = [r for r in requests if r.forward is None]
-    for forward in (r.forward for r in requests if r.forward is not None):
-        wanted += [] if any(forward.same(r) for r in wanted) else [forward]
-    return wanted
+    direct = [r for r in specs if r.forward_spec is None]
+    for forward in (r.forward_spec for r in specs if r.forward_spec is not None):
+        direct += [] if any(forward.is_same_operand(r) for r in direct) else [forward]
+    return direct
 
 
-def _transformed(requests: Sequence[Request]) -> bool:
-    return any(r.policy.hadamard for r in requests)
+def _transformed(specs: Sequence[OperandSpec]) -> bool:
+    return any(r.policy.hadamard for r in specs)
 
 
-def _window(wanted: Request, shape: tuple[int, ...]) -> Window | None:
+def _window(spec: OperandSpec, shape: tuple[int, ...]) -> GlobalWindow | None:
     """Where the tensor lies in the whole one, for random bits; None if it is whole, or none are drawn."""
-    if wanted.key is None or not axes_of(wanted.cut):
+    if spec.key is None or not axes_in(spec.dim_axes):
         return None
-    return Window.of(shape, offsets(shape, wanted.cut), whole_shape(shape, wanted.cut))
+    return GlobalWindow.from_offset(shape, shard_offsets(shape, spec.dim_axes), global_shape(shape, spec.dim_axes))
 
 
-def _of_all(maxima: Sequence[jax.Array], requests: Sequence[Request]) -> tuple[jax.Array, ...]:
-    return whole_maxima(maxima, requests[0].cut)
+def _merge_amaxes(maxima: Sequence[jax.Array], specs: Sequence[OperandSpec]) -> tuple[jax.Array, ...]:
+    return global_amaxes(maxima, specs[0].dim_axes)
 
 
-BACKEND = Backend("fused", unsupported, multiply, (FusedPasses(),), foreign=foreign, shares_gemms=True)
+BACKEND = Backend(
+    "fused",
+    fused_unsupported,
+    fused_gemm,
+    (FusedQuantizePasses(),),
+    format_mismatch=nvfp4_format_mismatch,
+    allows_per_gemm_fallback=True,
+)

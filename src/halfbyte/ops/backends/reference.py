@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from halfbyte.ops.backends.backend import Backend
-from halfbyte.ops.gemms import Gemm, alpha, dot, finish
+from halfbyte.ops.gemm_problem import GemmKind, apply_epilogue, dot_f32, gemm_alpha
 from halfbyte.ops.operand import Operand
 
 
-def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
+def reference_gemm(gemm: GemmKind, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
     """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
     a, b = (o.values().astype(jnp.float32) for o in (left, right))
-    sums = dot(a, b, gemm.axes(a.ndim), precision=lax.Precision.HIGHEST)
-    return finish(sums, alpha(left, right), dtype)
+    sums = dot_f32(a, b, gemm.contracting_axes(a.ndim), precision=lax.Precision.HIGHEST)
+    return apply_epilogue(sums, gemm_alpha(left, right), dtype)
 
 
-BACKEND = Backend("reference", lambda problem, gemm: None, multiply)
+BACKEND = Backend("reference", lambda problem, gemm: None, reference_gemm)

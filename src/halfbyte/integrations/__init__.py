@@ -1,0 +1,1 @@
+"""Halfbyte's recipes in the trainers of other projects."""

@@ -1,1 +1,0 @@
-"""The plain pieces of a transformer around its linears: attention, norms, rotary positions, the loss."""

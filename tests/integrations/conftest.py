@@ -1,0 +1,6 @@
+"""Tests of integrations import maxtext_matrix.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
