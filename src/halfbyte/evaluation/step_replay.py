@@ -147,11 +147,19 @@ def replay_forward(cfg: LlamaConfig, ctx: ModelContext, params: Any, batch: Batc
     return inputs, jax.grad(head)(x)
 
 
+class ReplayedLayer(NamedTuple):
+    """One layer of the model: its number, its weights without the layer dim, and the recipe of each linear."""
+
+    number: jax.Array
+    weights: Any
+    recipes: Any
+
+
 def replay_layer(
-    cfg: LlamaConfig, ctx: ModelContext, number: jax.Array, recipes: Any, weights: Any, x: jax.Array, dy: jax.Array,
-    batch: Batch,
-) -> tuple[jax.Array, list[LinearCapture]]:  # fmt: skip
-    """(the gradient of the layer's input, its linears) of layer `number`, taken out of its stack."""
+    cfg: LlamaConfig, ctx: ModelContext, replayed: ReplayedLayer, x: jax.Array, dy: jax.Array, batch: Batch
+) -> tuple[jax.Array, list[LinearCapture]]:
+    """Returns the gradient of the layer's input and the captures of its linears."""
+    number, weights, recipes = replayed
     run = make_block_fn(cfg, batch, ctx)
     keys = {site: key[0] for site, key in keys_of_layers(ctx.key, recipes, number[None]).items()}
     drawn = stream_words_of_layer(stream_words_of_layers(ctx.key, recipes, number[None]), jnp.int32(0))
@@ -235,8 +243,8 @@ class StepReplay:
             stacked = slice_segment(params["layers"], self.cfg, segment)
             weights = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), stacked)
             x = lax.dynamic_index_in_dim(inputs, at, keepdims=False)
-            number = at + jnp.int32(segment.start)
-            return replay_layer(self.cfg, self._with(key), number, segment.recipes, weights, x, dy, batch)
+            replayed = ReplayedLayer(at + jnp.int32(segment.start), weights, segment.recipes)
+            return replay_layer(self.cfg, self._with(key), replayed, x, dy, batch)
 
         return jax.jit(run)
 

@@ -154,9 +154,8 @@ def _without_transformer_engine(configure: Callable[..., Any], settings: Setting
 
 
 def _with_place(train_step: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
-    def placed(
-        model: Any, config: Any, mesh: Any, params: Any, state: Any, data: Mapping[str, Any], *rest: Any, **rng: Any
-    ) -> Any:
+    def placed(model: Any, config: Any, *arguments: Any, **rng: Any) -> Any:
+        mesh, params, state, data, *rest = arguments
         if settings.recipe_of(config):
             rows = jnp.arange(data["inputs"].shape[0], dtype=jnp.int32)
             microbatch = rows % config.gradient_accumulation_steps  # MaxText reshapes to [rows, microbatches]
