@@ -20,7 +20,7 @@ _PUBLIC = {
     "ops": ("QWeight", "apply_recipe", "dot_general", "grouped_qdot", "jit", "mlp", "qdot", "quantize_weight"),
     "devices": ("DEVICES", "Device"),
     "train": ("TrainConfig", "train"),
-    "api": ("evaluate", "generate", "load", "run_config"),
+    "api": ("evaluate", "generate", "load", "precision_plan", "run_config"),
 }  # fmt: skip
 _PACKAGE_OF = {name: package for package, names in _PUBLIC.items() for name in names}
 

@@ -16,10 +16,32 @@ from halfbyte.train.run_presets import RUN_PRESETS, run_config, run_names
 if TYPE_CHECKING:
     from halfbyte.evaluation import TaskFile, TaskResult
     from halfbyte.hf.model_loading import LoadedModel
+    from halfbyte.train import PrecisionManifest, TrainConfig
 
-__all__ = ["RUN_PRESETS", "evaluate", "generate", "load", "run_config", "run_names"]
+__all__ = ["RUN_PRESETS", "evaluate", "generate", "load", "precision_plan", "run_config", "run_names"]
 
 ProgressFactory = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+
+
+def precision_plan(run: str | TrainConfig, *, device: str | None = None, step: int = 0) -> PrecisionManifest:
+    """Returns the format and backend of each GEMM of a run at `step` on a device, without tracing anything.
+
+    `run` is a config or the name of one, `device` a name in `hb.DEVICES` (default: the device that JAX has here). The
+    mesh is that of the config; without one, fsdp over the devices here. `print` shows it as a table; `to_json()` is
+    what `halfbyte train` writes to manifest.json. Raises ValueError if a backend cannot serve a linear.
+    """
+    import jax
+
+    from halfbyte.devices import device_by_name, lookup
+    from halfbyte.train import build_precision_manifest, phases
+    from halfbyte.train.precision_phases import phase_at
+
+    config = run_config(run) if isinstance(run, str) else run
+    if not 0 <= step < config.steps:
+        raise ValueError(f"step must be between 0 and {config.steps - 1}, the last step of {config.name}, got {step}")
+    target = lookup(jax.local_devices()[0]) if device is None else device_by_name(device)
+    phase, seq = phase_at(phases(config), step), config.seq or config.model.max_seq
+    return build_precision_manifest(config, phase.resolved(config), phase.recipe, seq=seq, device=target)
 
 
 def load(run: str | Path, *, recipe: str = "", mesh: str = "", step: int | None = None) -> LoadedModel:

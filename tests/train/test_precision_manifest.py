@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from halfbyte.api import precision_plan
 from halfbyte.devices import device_by_name
 from halfbyte.models import linear_shapes
 from halfbyte.ops.activation import SILU
@@ -15,10 +16,10 @@ from halfbyte.train import (
     build_precision_manifest,
     manifest_table,
     phases,
-    precision_manifest,
     run_mesh,
     session,
 )
+from halfbyte.train.precision_manifest import step_shapes
 from halfbyte.train.preflight import backend_summary, manifest_caption, pass_summary
 from halfbyte.train.run_presets import run_config
 
@@ -60,10 +61,11 @@ def test_a_run_without_a_mesh_is_described_on_the_mesh_that_it_gets():
     """fsdp over all devices, which cuts weights where they rest, here over the eight of the test run."""
     config = run_config("llama3-8b")
     site = linear_shapes(config.model, config.batch, config.seq)[0]
+    resolved = phases(config)[0].resolved(config)
     default, named = (
-        precision_manifest._problem(
-            site, recipe("nvfp4"), dataclasses.replace(config, mesh=mesh), device_by_name("h200")
-        )
+        step_shapes(dataclasses.replace(config, mesh=mesh), resolved, seq=config.seq, device=device_by_name("h200"))
+        .plan(site, recipe("nvfp4"))
+        .problem
         for mesh in ("", f"fsdp={run_mesh(config).size}")
     )
     assert default == named and max(named.weight_shards) == 8
@@ -230,3 +232,18 @@ def test_layers_in_a_loop_s_stacks_are_compared_under_their_own_recipes(monkeypa
     assert found == asked
     assert len(said) == len(asked)
     assert all(f"that {backend} keeps" in line for (_, backend), line in zip(asked, said, strict=True))
+
+
+def test_precision_plan_of_a_name_is_the_manifest_of_its_config():
+    config = dataclasses.replace(run_config("llama3-8b"), mesh="fsdp=8")
+    assert precision_plan(config, device="b200") == manifest_of("llama3-8b", "b200", mesh="fsdp=8")
+    assert {"mlp/down", "14336×4096", "native"} <= set(str(precision_plan(config, device="b200")).split())
+
+
+def test_precision_plan_at_a_step_has_the_recipe_of_its_phase():
+    later = PrecisionConfig(switch_to="bf16", switch_at=0.5)
+    config = dataclasses.replace(run_config("demo"), precision=later, mesh="fsdp=1")
+    first, last = (precision_plan(config, device="h200", step=step) for step in (0, config.steps - 1))
+    assert first.share_4bit > 0.7 and last.share_4bit == 0.0
+    with pytest.raises(ValueError, match=f"step must be between 0 and {config.steps - 1}"):
+        precision_plan(config, device="h200", step=config.steps)

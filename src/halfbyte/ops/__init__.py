@@ -24,8 +24,10 @@ from halfbyte.ops.linear import quantize_weight
 from halfbyte.ops.linear_plan import (
     GPU_OPTIONS,
     ExecutionConfig,
+    LinearPlan,
     check_no_unexpected_gemms,
     jit,
+    plan_placed_linear,
     trace_with_backend_options,
 )
 from halfbyte.ops.linear_sharding import Placement

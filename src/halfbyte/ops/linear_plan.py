@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Compiled, Lowered
 
+from halfbyte.devices import Device
 from halfbyte.kernels.mosaic_launch import StackSlice
-from halfbyte.ops.backends import Backend, BackendChoice, backends_for, choose_backend
+from halfbyte.ops.backends import Backend, BackendChoice, backends_for, check_token_blocks, choose_backend
 from halfbyte.ops.gemm_problem import LinearProblem, target_device
-from halfbyte.ops.linear_sharding import UNSHARDED, LinearSharding, Placement, num_shards
+from halfbyte.ops.linear_sharding import UNSHARDED, LinearSharding, Placement, Sizes, num_shards
 from halfbyte.ops.quantized_weight import Weight
 from halfbyte.ops.trace_context import is_multi_device_program
 from halfbyte.recipes import Policy, Recipe, as_recipe
@@ -86,29 +87,56 @@ class LinearPlan:
         return jnp.dtype(self.problem.weight_dtype)
 
 
-def plan_linear(
+def linear_problem(
     x: jax.ShapeDtypeStruct, w: Weight | jax.ShapeDtypeStruct, recipe: Recipe,
-    execution: ExecutionConfig = DEFAULT_EXECUTION, shards: LinearSharding = UNSHARDED,
-) -> LinearPlan:  # fmt: skip
-    """Plans x [tokens..., inputs], as one device reads it, times w, an array or a QWeight as it is stored.
+    execution: ExecutionConfig = DEFAULT_EXECUTION, shards: LinearSharding = UNSHARDED, *,
+    device: Device | None = None, sizes: Sizes | None = None,
+) -> LinearProblem:  # fmt: skip
+    """Returns the problem x [tokens..., inputs] times w: x as one device reads it, w, an array or a QWeight, as stored.
 
-    It asks for all three GEMMs, or only for fprop if wgrad's blocks do not divide the tokens (the single token of a
-    decoder).
+    `sizes` are those of the mesh axes outside a `shard_map`. `device` is by default the target of the program. The
+    problem has only fprop if wgrad's blocks do not divide the tokens (the single token of a decoder).
     """
-    parts = num_shards(shards.weight_storage_axes[0]), num_shards(shards.weight_storage_axes[1])
+    parts = num_shards(shards.weight_storage_axes[0], sizes), num_shards(shards.weight_storage_axes[1], sizes)
     problem = LinearProblem(
         recipe,
         math.prod(x.shape[:-1]),
         w.shape[0] * parts[0],
         w.shape[1] * parts[1],
-        target_device(),
+        device or target_device(),
         dtype=x.dtype.name,
         weight_dtype=w.dtype.name,
         partitioned_by_xla=(execution.partitioned_by_xla and execution.placements is None) or is_multi_device_program(),
         weight_shards=parts,
     )
-    if problem.block_mismatch_reason() is not None:
-        problem = dataclasses.replace(problem, training=False)
+    return problem if problem.block_mismatch_reason() is None else dataclasses.replace(problem, training=False)
+
+
+def plan_linear(
+    x: jax.ShapeDtypeStruct, w: Weight | jax.ShapeDtypeStruct, recipe: Recipe,
+    execution: ExecutionConfig = DEFAULT_EXECUTION, shards: LinearSharding = UNSHARDED,
+) -> LinearPlan:  # fmt: skip
+    """Plans one linear of the program that is being traced; x and w as in `linear_problem`."""
+    problem = linear_problem(x, w, recipe, execution, shards)
+    return LinearPlan(problem, choose_backend(execution.backend, problem), shards, execution.weight_residual)
+
+
+def plan_placed_linear(
+    x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, recipe: Recipe, execution: ExecutionConfig, device: Device
+) -> LinearPlan:
+    """Plans one linear of global x [batch, seq, inputs] and w [inputs, outputs] without tracing, as `device` runs it.
+
+    Raises ValueError if no backend serves it, or if wgrad's blocks do not divide the tokens of one device.
+    """
+    (shards,) = execution.shards(1, x.ndim)
+    sizes = {} if execution.placements is None else dict(execution.placements[0].mesh.shape)
+    leading = shards.token_axes or ((),) * (x.ndim - 1)
+    tokens = tuple(n // num_shards(axes, sizes) for n, axes in zip(x.shape[:-1], leading, strict=True))
+    stored = tuple(n // num_shards(axes, sizes) for n, axes in zip(w.shape, shards.w, strict=True))
+    local_x = jax.ShapeDtypeStruct((*tokens, x.shape[-1] // num_shards(shards.input_axes, sizes)), x.dtype)
+    local_w = jax.ShapeDtypeStruct(stored, w.dtype)
+    problem = linear_problem(local_x, local_w, recipe, execution, shards, device=device, sizes=sizes)
+    check_token_blocks(problem)
     return LinearPlan(problem, choose_backend(execution.backend, problem), shards, execution.weight_residual)
 
 

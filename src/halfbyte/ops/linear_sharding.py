@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from halfbyte.distributed import manual_axes, shard_map_over
@@ -44,9 +44,9 @@ def axes_in(cut: DimAxes) -> tuple[str, ...]:
     return tuple(axis for axes in cut for axis in axes)
 
 
-def num_shards(axes: Sequence[str]) -> int:
-    """How many parts `axes` cut a dim into; inside shard_map."""
-    return math.prod(lax.axis_size(axis) for axis in axes)
+def num_shards(axes: Sequence[str], sizes: Sizes | None = None) -> int:
+    """Returns the number of shards of a dim that is sharded over `axes`: by `sizes`, or by the enclosing shard_map."""
+    return math.prod(lax.axis_size(axis) if sizes is None else sizes[axis] for axis in axes)
 
 
 def global_shape(shape: Sequence[int], cut: DimAxes) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ UNSHARDED = LinearSharding()
 class Placement:
     """A linear on a mesh, by the PartitionSpecs of x, W and y outside the op."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     x: PartitionSpec
     w: PartitionSpec
     y: PartitionSpec

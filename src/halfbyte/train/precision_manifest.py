@@ -6,19 +6,21 @@ passes that make them, the backend that multiplies, what its multiplier runs in,
 step makes.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
 
 from halfbyte import models, ops
 from halfbyte.devices import Device, native_training
-from halfbyte.distributed import DEFAULT_RULES, default_shape, parse_mesh, total_axis_sizes
+from halfbyte.distributed import axis_size, default_shape, parse_mesh, total_axis_sizes
+from halfbyte.distributed.mesh import ALL_MESH_AXES
 from halfbyte.formats import BF16
 from halfbyte.models.config import EXPERT_SITES
-from halfbyte.models.model_context import is_scanned, uses_stacked_residuals
+from halfbyte.models.model_context import LayerContext, ModelContext, is_scanned, uses_stacked_residuals
 from halfbyte.models.params import FLOPS_FORMULA
 from halfbyte.ops import expert_tiles
 from halfbyte.ops.expert_tiles import choose_tile_rows
@@ -27,6 +29,7 @@ from halfbyte.ops.rms_norm_vjp import norm_kernel_refusal
 from halfbyte.recipes import OperandPolicy, Recipe, ResolvedPolicy
 from halfbyte.train.metrics_log import Throughput, weighted_peak_flops
 from halfbyte.train.train_config import TrainConfig
+from halfbyte.train.train_step import make_model_context
 
 FP4_BITS = 4
 BF16_UNIT = str(BF16.hardware_unit)
@@ -92,6 +95,12 @@ class PrecisionManifest:
         """As written to manifest.json."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        """Returns the table that `halfbyte train` prints."""
+        from halfbyte.train.preflight import manifest_text
+
+        return manifest_text(self)
+
     def peak(self, device: Device) -> float | None:
         """Dense peak, in FLOP/s, of this mix of multipliers on `device`; None where a peak is not known."""
         return weighted_peak_flops(self.share_by_multiplier, device.peak)
@@ -106,15 +115,16 @@ def build_precision_manifest(
 ) -> PrecisionManifest:
     """The manifest of one precision phase. Raises ValueError where a backend cannot serve a site."""
     ops.check_backend(config.precision.backend)
-    rows = config.batch // config.accumulate
+    step = step_shapes(config, resolved, seq=seq, device=device)
     sites = []
-    for site in models.linear_shapes(config.model, rows, seq):
-        for first, last, chosen in _spans(site, resolved, config.model.layers):
+    for site in models.linear_shapes(config.model, step.rows, seq):
+        for first, last, chosen in layer_spans(site, resolved, config.model.layers):
             if site.experts:
-                beside = _expert_recipes(resolved, first, last)
-                sites.append(_describe_experts(site, (first, last), chosen, beside, config, device))
+                sites.append(
+                    _describe_experts(site, (first, last), chosen, _expert_recipes(resolved, first, last), step)
+                )
             else:
-                sites.append(_describe(site, (first, last), chosen, config, device))
+                sites.append(_describe(site, (first, last), chosen, step))
     tokens = config.batch * seq
     total = models.flops_per_token(config.model, seq) * tokens
     by_multiplier: dict[str, float] = {}
@@ -134,29 +144,54 @@ def build_precision_manifest(
         step_flops=total,
         share_4bit=four_bit,
         share_by_multiplier=by_multiplier,
-        norms=_norms(config, resolved, rows, seq, device),
+        norms=_norms(step),
     )
 
 
-def _norms(config: TrainConfig, resolved: ResolvedPolicy, rows: int, seq: int, device: Device) -> str:
-    parts, model = _shard_counts(config), config.model
-    shape = rows // parts("batch"), seq // parts("residual_seq"), model.embed
-    looped = is_scanned(model, config.unroll) and not uses_stacked_residuals(config.unroll, config.remat)
-    reason = norm_kernel_refusal(shape, config.precision.compute_dtype, looped=looped, device=device)
-    if reason is not None:
-        return f"{XLA_NAME}: {reason}"
-    return "kernels"
+@dataclass(frozen=True)
+class StepShapes:
+    """A microbatch of a run: rows of seq tokens, the context of the model on a mesh without devices, and the device."""
+
+    config: TrainConfig
+    ctx: ModelContext
+    rows: int
+    seq: int
+    device: Device
+
+    def plan(self, site: models.LinearShape, recipe: Recipe) -> ops.LinearPlan:
+        """Plans a linear of the layers, by the execution config that the layer gives it while it is traced."""
+        group, name = site.path.removeprefix("layers/").split("/")
+        here = LayerContext(self.ctx, models.param_specs(self.config.model), {site.path: recipe}, {})
+        x = jax.ShapeDtypeStruct((self.rows, self.seq, site.k), self.ctx.compute_dtype)
+        w = jax.ShapeDtypeStruct((site.k, site.n), jnp.float32)
+        return ops.plan_placed_linear(x, w, recipe, here.execution(x, group, (name,), {name: w}), self.device)
+
+    def unplanned(self, site: models.LinearShape, recipe: Recipe) -> ops.LinearProblem:
+        """Returns the problem of the head, or of all experts together, whose GEMMs no backend is chosen for."""
+        mesh, rules = self.ctx.mesh, self.ctx.rules
+        tokens = site.tokens // axis_size(mesh, (*rules.mesh_axes("batch"), *rules.mesh_axes("seq")))
+        k, n = (
+            size // (1 if name in (None, "embed") else axis_size(mesh, rules.mesh_axes(name)))
+            for size, name in zip((site.k, site.n), site.axes, strict=True)
+        )
+        return ops.LinearProblem(recipe, tokens, k, n, self.device, dtype=self.config.precision.compute_dtype)
 
 
-def _shard_counts(config: TrainConfig) -> Callable[..., int]:
-    """Into how many parts the run's mesh cuts dims of these logical axes."""
-    shape = total_axis_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
+def step_shapes(config: TrainConfig, resolved: ResolvedPolicy, *, seq: int, device: Device) -> StepShapes:
+    """Returns the shapes of one microbatch of the run; without a mesh in the config, of fsdp over every device."""
+    sizes = total_axis_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
+    types = (AxisType.Auto,) * len(ALL_MESH_AXES)
+    mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in ALL_MESH_AXES), ALL_MESH_AXES, types)
+    ctx = make_model_context(config, resolved, mesh, None)
+    return StepShapes(config, ctx, config.batch // config.accumulate, seq, device)
 
-    def cut(*names: str | None) -> int:
-        axes = {axis for name in names if name for axis in DEFAULT_RULES.mesh_axes(name)}
-        return math.prod(shape.get(axis, 1) for axis in axes)
 
-    return cut
+def _norms(step: StepShapes) -> str:
+    ctx, model = step.ctx, step.config.model
+    looped = is_scanned(model, ctx.unroll) and not uses_stacked_residuals(ctx.unroll, ctx.remat)
+    shape, where = (step.rows, step.seq, model.embed), {"mesh": ctx.mesh, "rules": ctx.rules}
+    reason = norm_kernel_refusal(shape, ctx.compute_dtype, looped=looped, device=step.device, **where)
+    return "kernels" if reason is None else f"{XLA_NAME}: {reason}"
 
 
 def native_linears(
@@ -175,7 +210,8 @@ def native_linears(
     return found
 
 
-def _spans(site: models.LinearShape, resolved: ResolvedPolicy, layers: int) -> list[tuple[int, int, Recipe]]:
+def layer_spans(site: models.LinearShape, resolved: ResolvedPolicy, layers: int) -> list[tuple[int, int, Recipe]]:
+    """Returns (first, last, recipe) of each run of layers whose linears at this path have one recipe."""
     if not site.path.startswith("layers/"):
         return [(0, 1, resolved.recipe_at(site.path))]
     spans: list[tuple[int, int, Recipe]] = []
@@ -188,18 +224,17 @@ def _spans(site: models.LinearShape, resolved: ResolvedPolicy, layers: int) -> l
     return spans
 
 
-def _describe(
-    site: models.LinearShape, layers: tuple[int, int], chosen: Recipe, config: TrainConfig, device: Device
-) -> LinearEntry:
-    problem = _problem(site, chosen, config, device)
-    flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
+def _describe(site: models.LinearShape, layers: tuple[int, int], chosen: Recipe, step: StepShapes) -> LinearEntry:
     try:
-        choice = ops.choose_backend(config.precision.backend, problem) if chosen.quantized else None
+        plan = step.plan(site, chosen) if site.path.startswith("layers/") else None
     except ValueError as error:
         raise ValueError(f"{site.path}, layers {layers[0]} to {layers[1] - 1}: {error}") from None
-    gemms = gemm_entries(problem, choice, ahead=config.accumulate > 1)
+    problem = step.unplanned(site, chosen) if plan is None else plan.problem
+    choice = plan.choice if plan is not None and chosen.quantized else None
+    gemms = gemm_entries(problem, choice, ahead=step.config.accumulate > 1)
     passed_over = {} if choice is None else ops.rejected_backends(problem, choice.name)
     backend = XLA_NAME if choice is None else choice.name
+    flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * step.config.accumulate
     own = problem.tokens, problem.inputs, problem.outputs
     return LinearEntry(
         site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over, own
@@ -213,10 +248,10 @@ def _expert_recipes(resolved: ResolvedPolicy, first: int, last: int) -> list[Rec
 
 
 def _describe_experts(
-    site: models.LinearShape, layers: tuple[int, int], chosen: Recipe, beside: Sequence[Recipe], config: TrainConfig,
-    device: Device,
-) -> LinearEntry:  # fmt: skip
-    problem, backend, sides = _problem(site, chosen, config, device), config.precision.backend, (site.k, site.n)
+    site: models.LinearShape, layers: tuple[int, int], chosen: Recipe, beside: Sequence[Recipe], step: StepShapes
+) -> LinearEntry:
+    problem, device, sides = step.unplanned(site, chosen), step.device, (site.k, site.n)
+    backend = step.config.precision.backend
     check_grouped_support([chosen], backend)
     rows = problem.tokens * problem.inputs * problem.outputs // (site.k * site.n)  # of all its experts, on average
     tile, dtypes = choose_tile_rows(rows, site.experts, beside, device=device), (problem.dtype, problem.weight_dtype)
@@ -224,7 +259,7 @@ def _describe_experts(
     gemms = gemm_entries(problem, None, sides=sides, scaled=reason is None)
     wanted = backend == "auto" and chosen.quantized and native_training(device, "nvfp4")
     passed = {"native": reason} if wanted and reason else {}
-    flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
+    flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * step.config.accumulate
     own = rows, site.k, site.n
     return LinearEntry(
         site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES_NAME, gemms, flops, passed, own
@@ -276,22 +311,6 @@ def _gemm(
 def _extra_x_terms(gemm: ops.GemmKind, recipe: Recipe) -> str:
     """What a recipe does with x that its operand's policy does not say."""
     return " and of what that leaves over" if recipe.remainder and gemm is ops.gemm_problem.FPROP else ""
-
-
-def _problem(site: models.LinearShape, chosen: Recipe, config: TrainConfig, device: Device) -> ops.LinearProblem:
-    """The linear as one device of the run's mesh multiplies it: its tokens, its features, a weight that is gathered."""
-    cut = _shard_counts(config)
-    inputs, outputs = site.axes
-    tensor = [1 if name == "embed" else cut(name) for name in (inputs, outputs)]
-    return ops.LinearProblem(
-        chosen,
-        site.tokens // cut("batch", "seq"),
-        site.k // tensor[0],
-        site.n // tensor[1],
-        device,
-        dtype=config.precision.compute_dtype,
-        weight_shards=(cut("embed") if inputs == "embed" else 1, cut("embed") if outputs == "embed" else 1),
-    )
 
 
 def _multiplier(policies: tuple[OperandPolicy, OperandPolicy], backend: str, device: Device) -> str:

@@ -1,5 +1,6 @@
 """Checks of a run before anything is compiled: mesh, shapes, blocks, backends, memory; and the manifest as a table."""
 
+import io
 import math
 import os
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from halfbyte import models
@@ -189,6 +191,13 @@ def manifest_table(manifest: PrecisionManifest) -> Table:
             style="" if executions else "dim",
         )
     return rows
+
+
+def manifest_text(manifest: PrecisionManifest) -> str:
+    """Returns `manifest_table` as text of at most 120 columns."""
+    text = io.StringIO()
+    Console(width=120, file=text, color_system=None).print(manifest_table(manifest))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _runs_cell(site: LinearEntry, executions: list[str]) -> str:
