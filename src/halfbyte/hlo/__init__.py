@@ -1,4 +1,4 @@
-"""What a compiled program is made of, read from its text: GEMMs, collectives, memory traffic, and their sources."""
+"""Parse the text of a compiled HLO module: GEMMs, collectives, memory traffic, execution counts, and source lines."""
 
 from halfbyte.hlo.collective_ops import Collective, find_collectives, mesh_axes_of_groups, parse_replica_groups
 from halfbyte.hlo.gemm_ops import AttentionCall, HloGemm, find_attention_calls, find_gemms

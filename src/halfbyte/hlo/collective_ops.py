@@ -1,14 +1,14 @@
-"""The collectives of a program: kind, bytes, devices, mesh axes and how often they run.
+"""List the collectives of a program: kind, bytes, group size, mesh axes and number of executions.
 
 `array_bytes` is the size of the whole array: after an all-gather, before a reduce-scatter. `wire_bytes_per_call` is
-what one device sends in a ring. Device numbers are positions in the program's device list, which is that of its mesh.
+what one device sends in a ring. Device numbers are indices into the program's device list, which is that of its mesh.
 
 XLA writes replica groups in three forms:
 
 - lists of device numbers: `{{0,1},{2,3}}`
 - an iota that is reshaped, transposed and split into rows: `[2,4]<=[4,2]T(1,0)`
-- axes of a mesh: `mesh['axis_0'=2,'axis_1'=4] {'axis_1'}`. `'axis_0':(2)4` is 4 of an axis, behind the first 2, and
-  `device_ids=([4,2]T(1,0))` is a device order of the mesh's own.
+- axes of a mesh: `mesh['axis_0'=2,'axis_1'=4] {'axis_1'}`. `'axis_0':(2)4` is a sub-axis: `axis_0` is split into
+  [2, 4, remainder], and the groups are over the dim of size 4. `device_ids=([4,2]T(1,0))` is the mesh's device order.
 """
 
 import itertools
@@ -42,22 +42,23 @@ COLLECTIVE_KINDS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step. `axes` are names of the mesh's axes, empty where no mesh was given."""
+    """One collective of a step. `axes` are the mesh axes that it communicates over, empty without a mesh."""
 
     instruction: HloInstruction
     kind: str
     arrays: tuple[HloArray, ...]
-    """What each device hands in."""
+    """Operands of one device."""
     group_size: int
-    """Devices that take part together."""
+    """Devices per replica group."""
     axes: tuple[str, ...]
     asynchronous: bool
     execution_count: int
 
     @property
     def array_bytes_per_call(self) -> int:
-        """Bytes of the whole array that one call gathers, scatters or reduces; of a ragged all-to-all, whose buffer is
-        larger on one side, those of the smaller side.
+        """Returns the bytes of the whole array that one call gathers, scatters or reduces.
+
+        A ragged all-to-all has a larger buffer on one side; the smaller side counts.
         """
         if self.kind == "ragged-all-to-all":
             return min(array.bytes for array in self.arrays[:2])
@@ -66,17 +67,17 @@ class Collective:
 
     @property
     def array_bytes(self) -> int:
-        """The same, of a step."""
+        """Returns `array_bytes_per_call` times the executions in a step."""
         return self.array_bytes_per_call * self.execution_count
 
     @property
     def wire_bytes_per_call(self) -> float:
-        """Bytes that one device sends in one call, over a ring."""
+        """Returns the bytes that one device sends in one call, over a ring."""
         return wire_bytes(self.kind, self.array_bytes_per_call, self.group_size)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Element types that are sent."""
+        """Returns the element types of the operands, sorted."""
         return tuple(sorted({array.dtype for array in self.arrays}))
 
     def __str__(self) -> str:
@@ -96,8 +97,8 @@ def wire_bytes(kind: str, array_bytes: float, group_size: int) -> float:
 def network_bytes(kind: str, array_bytes: float, inner: int, outer: int) -> float:
     """Returns the bytes that one device's network card sends, with `inner` devices in each of `outer` NVLink domains.
 
-    Each link of a ring carries as much, and a domain's cards share the ring's link to the next domain. In an all-to-all
-    (or a permutation) a device sends its own rows, of which none is another device's, through its own card.
+    All links of a ring carry the same bytes, and the cards of a domain share the ring's link to the next domain. In an
+    all-to-all (or a permutation) the rows of a device are its own, so that it sends all of them through its own card.
     """
     if kind in ("all-to-all", "ragged-all-to-all"):
         return array_bytes * (outer - 1) / outer
@@ -108,26 +109,27 @@ def parse_replica_groups(attributes: str) -> ReplicaGroups | None:
     """Returns the groups of a collective's attributes, empty if nothing is sent; None if all devices are one group of
     unstated size.
     """
-    if found := _MESH.search(attributes):
-        return _of_mesh(*found.groups())
-    if found := _IOTA.search(attributes):
-        rows, size, dims, order = found.groups()
+    if match := _MESH.search(attributes):
+        return _of_mesh(*match.groups())
+    if match := _IOTA.search(attributes):
+        rows, size, dims, order = match.groups()
         numbers = np.arange(int(rows) * int(size)).reshape(_numbers(dims))
         return _rows(numbers.transpose(_numbers(order)) if order else numbers, int(size))
-    if found := _LISTS.search(attributes):
-        return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", found.group(1) or "")) or None
-    if found := _PAIRS.search(attributes):
-        return _connected_devices([tuple(_numbers(pair)) for pair in re.findall(r"\{([\d,]+)\}", found.group(1))])
+    if match := _LISTS.search(attributes):
+        return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", match.group(1) or "")) or None
+    if match := _PAIRS.search(attributes):
+        return _connected_devices([tuple(_numbers(pair)) for pair in re.findall(r"\{([\d,]+)\}", match.group(1))])
     raise HloParseError(f"cannot read the replica groups of a collective: {attributes[:200]}")
 
 
 def mesh_axes_of_groups(groups: ReplicaGroups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of `mesh` (name -> size, the last varies fastest) that the groups join. Raises HloParseError if none
-    do.
+    """Returns the axes of `mesh` (name -> size, the last varies fastest) that the groups communicate over.
+
+    Raises HloParseError if no combination of axes has these groups.
     """
-    sought = {frozenset(group) for group in groups}
-    for axes, whole in _candidates(mesh):
-        if sought == whole:
+    device_sets = {frozenset(group) for group in groups}
+    for axes, candidate in _candidates(mesh):
+        if device_sets == candidate:
             return axes
     shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     raise HloParseError(
@@ -136,18 +138,18 @@ def mesh_axes_of_groups(groups: ReplicaGroups, mesh: Mapping[str, int]) -> tuple
 
 
 def mesh_axes_of_permutation(groups: ReplicaGroups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The fewest axes of `mesh` within which a permutation sends, as a ring or a reflection of an axis does."""
-    for axes, whole in _candidates(mesh):
-        if all(any(one.issuperset(group) for one in whole) for group in groups):
+    """Returns the fewest axes of `mesh` within which a permutation sends, as a ring or a reflection of an axis does."""
+    for axes, candidate in _candidates(mesh):
+        if all(any(axis_group.issuperset(group) for axis_group in candidate) for group in groups):
             return axes
     raise HloParseError(f"a permutation that joins {groups[0][:8]} names devices that are not in the mesh")
 
 
 def _candidates(mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], set[frozenset[int]]]]:
     """Yields (axes, groups of devices that differ only along them), fewest axes first."""
-    wide = [axis for axis, size in mesh.items() if size > 1]
-    for count in range(1, len(wide) + 1):
-        for axes in itertools.combinations(wide, count):
+    nontrivial_axes = [axis for axis, size in mesh.items() if size > 1]
+    for count in range(1, len(nontrivial_axes) + 1):
+        for axes in itertools.combinations(nontrivial_axes, count):
             yield axes, {frozenset(group) for group in replica_groups_over(axes, mesh)}
 
 
@@ -159,30 +161,30 @@ def replica_groups_over(axes: tuple[str, ...], mesh: Mapping[str, int]) -> Repli
     return _rows(numbers.transpose(order), math.prod(mesh[axis] for axis in axes))
 
 
-def _of_mesh(mesh: str, between: str, axes: str) -> ReplicaGroups:
+def _of_mesh(mesh: str, device_order: str, axes: str) -> ReplicaGroups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _AXIS.findall(axes)}
+    sub_axes = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _AXIS.findall(axes)}
     dims: list[int] = []
-    joined: list[int] = []
-    for name, total in sizes.items():  # [before, size, behind] of each axis
-        before, size = parts.get(name, (1, 1))
+    group_dims: list[int] = []
+    for name, total in sizes.items():  # each axis becomes the dims [before, size, after]
+        before, size = sub_axes.get(name, (1, 1))
         if total % (before * size):
             raise HloParseError(f"axis {name} of {total} devices is not {before} x {size} x a whole number")
-        joined += [len(dims) + 1] if name in parts else []
+        group_dims += [len(dims) + 1] if name in sub_axes else []
         dims += [before, size, total // (before * size)]
-    rest = [at for at in range(len(dims)) if at not in joined]
-    numbers = _order(between, math.prod(dims)).reshape(dims).transpose(rest + joined)
-    return _rows(numbers, math.prod(dims[at] for at in joined))
+    other_dims = [dim for dim in range(len(dims)) if dim not in group_dims]
+    numbers = _order(device_order, math.prod(dims)).reshape(dims).transpose(other_dims + group_dims)
+    return _rows(numbers, math.prod(dims[dim] for dim in group_dims))
 
 
 def _order(text: str, count: int) -> np.ndarray:
-    """A mesh's own order of devices, `device_ids=([4,2]T(1,0))` or a list; 0, 1, 2, ... where none is written."""
-    found = _DEVICES.search(text)
-    if found is None:
+    """Returns the device order of a mesh, from `device_ids=([4,2]T(1,0))` or a list; 0, 1, 2, ... if there is none."""
+    match = _DEVICES.search(text)
+    if match is None:
         if text.strip():
             raise HloParseError(f"cannot read the devices of a mesh: {text.strip()[:80]}")
         return np.arange(count)
-    dims, order = _numbers(found.group(1)), _numbers(found.group(2) or "")
+    dims, order = _numbers(match.group(1)), _numbers(match.group(2) or "")
     if math.prod(dims) == count:
         return np.arange(count).reshape(dims).transpose(order or None).reshape(-1)
     if sorted(dims) != list(range(count)):
@@ -191,7 +193,7 @@ def _order(text: str, count: int) -> np.ndarray:
 
 
 def _connected_devices(pairs: list[tuple[int, ...]]) -> ReplicaGroups:
-    """Devices that a permutation links, directly or through others."""
+    """Returns the groups of devices that a permutation links, directly or through others."""
     group = {device: {device} for pair in pairs for device in pair}
     for a, b in pairs:
         if group[a] is not group[b]:
@@ -205,27 +207,27 @@ def _rows(numbers: np.ndarray, size: int) -> ReplicaGroups:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+    return [int(number) for number in text.split(",") if number]
 
 
-def collective_kind(found: HloInstruction) -> str | None:
-    """The kind of collective that an instruction is or starts; None for others and for a done."""
-    return next((kind for kind in COLLECTIVE_KINDS if found.opcode in (kind, f"{kind}-start")), None)
+def collective_kind(instruction: HloInstruction) -> str | None:
+    """Returns the kind of collective that an instruction is or starts; None for others and for its `-done`."""
+    return next((kind for kind in COLLECTIVE_KINDS if instruction.opcode in (kind, f"{kind}-start")), None)
 
 
 def find_collectives(program: HloModule, mesh: Mapping[str, int] | None = None) -> list[Collective]:
-    """Every collective of a step; with `mesh` (axis -> size, as the program was compiled for) also its axes.
+    """Returns every collective of a step, with its axes if `mesh` (axis -> size, of the compiled program) is given.
 
-    Those that send nothing are left out: groups of one device, and permutations without pairs, which XLA writes where a
-    reshard moves nothing.
+    Collectives that send nothing are left out: groups of one device, and permutations without pairs, which XLA writes
+    where a reshard moves nothing.
     """
     # An async-start may wrap a collective in a computation of its own.
-    wrapping = [found for found in program.instructions.values() if found.opcode == "async-start"]
-    starters = {name: found for found in wrapping for name in found.called_computations}
-    walked = execution_counts(program, matters=lambda each: collective_kind(each) is not None)
-    found = (launch for launch in walked if collective_kind(launch.instruction))
-    described = (_describe(program, launch, mesh, starters) for launch in found)
-    return [collective for collective in described if collective.group_size > 1]
+    wrappers = [instruction for instruction in program.instructions.values() if instruction.opcode == "async-start"]
+    starters = {name: instruction for instruction in wrappers for name in instruction.called_computations}
+    launches = execution_counts(program, matters=lambda instruction: collective_kind(instruction) is not None)
+    collective_launches = (launch for launch in launches if collective_kind(launch.instruction))
+    collectives = (_describe(program, launch, mesh, starters) for launch in collective_launches)
+    return [collective for collective in collectives if collective.group_size > 1]
 
 
 def _describe(
@@ -234,19 +236,19 @@ def _describe(
     mesh: Mapping[str, int] | None,
     starters: Mapping[str, HloInstruction],
 ) -> Collective:
-    found = launch.instruction
-    kind = collective_kind(found)
+    instruction = launch.instruction
+    kind = collective_kind(instruction)
     assert kind is not None
-    groups = parse_replica_groups(found.attributes)
-    starter = starters.get(found.computation)
-    waits = found.backend_config.get("collective_backend_config", {}).get("is_sync", False)
+    groups = parse_replica_groups(instruction.attributes)
+    starter = starters.get(instruction.computation)
+    is_sync = instruction.backend_config.get("collective_backend_config", {}).get("is_sync", False)
     return Collective(
-        instruction=starter or found,
+        instruction=starter or instruction,
         kind=kind,
-        arrays=tuple(program.operand_arrays(found)),
-        group_size=_size(found, groups, mesh),
+        arrays=tuple(program.operand_arrays(instruction)),
+        group_size=_size(instruction, groups, mesh),
         axes=_axes(kind, groups, mesh),
-        asynchronous=(starter is not None or found.opcode.endswith("-start")) and not waits,
+        asynchronous=(starter is not None or instruction.opcode.endswith("-start")) and not is_sync,
         execution_count=launch.execution_count,
     )
 
@@ -259,9 +261,9 @@ def _axes(kind: str, groups: ReplicaGroups | None, mesh: Mapping[str, int] | Non
     return (mesh_axes_of_permutation if kind == "collective-permute" else mesh_axes_of_groups)(groups, mesh)
 
 
-def _size(found: HloInstruction, groups: ReplicaGroups | None, mesh: Mapping[str, int] | None) -> int:
+def _size(instruction: HloInstruction, groups: ReplicaGroups | None, mesh: Mapping[str, int] | None) -> int:
     if groups is not None:
         return len(groups[0]) if groups else 0
     if mesh is None:
-        raise HloParseError(f"{found.name} joins all devices, and nobody says how many; give the mesh")
+        raise HloParseError(f"{instruction.name} joins all devices, and nobody says how many; give the mesh")
     return math.prod(mesh.values())

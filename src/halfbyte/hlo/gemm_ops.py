@@ -1,11 +1,11 @@
-"""The GEMMs and fused attention calls of a program, and their FLOPs.
+"""List the GEMMs and fused attention calls of a program, and count their FLOPs.
 
-A GEMM is a `dot` (by itself or inside a fusion: Triton, cuDNN, a CPU library), a cuBLAS call, a block-scaled cuDNN
-call, or our Mosaic kernel. All FLOPs count, needed or not: 2 m n k, times the batch, times the trip counts of
-enclosing loops. A custom call that is in no list below raises HloParseError, because it might multiply.
+A GEMM is a `dot` (standalone or inside a fusion: Triton, cuDNN, a CPU library), a cuBLAS call, a block-scaled cuDNN
+call, or this package's Mosaic kernel. All FLOPs count, needed or not: 2 m n k, times the batch, times the trip counts
+of enclosing loops. A custom call that is in no list below raises HloParseError, because it might multiply.
 
-Fused attention runs two GEMMs of [queries, keys] by head_dim forward (scores, context) and five backward (scores again,
-and the gradients of values, probabilities, queries and keys). A causal kernel does half of each.
+Fused attention runs two GEMMs of [queries, keys] by head_dim forward (scores, context) and five backward (the
+recomputed scores, and the gradients of values, probabilities, queries and keys). A causal kernel does half of each.
 """
 
 import math
@@ -48,7 +48,7 @@ FORWARD_GEMMS, BACKWARD_GEMMS = 2, 5
 
 @dataclass(frozen=True)
 class HloGemm:
-    """One GEMM of a program. `kind` is who multiplies; `dtype` is the left operand's, as it is multiplied."""
+    """One GEMM of a program. `kind` is the library or kernel that runs it; `dtype` is that of `lhs` in the GEMM."""
 
     instruction: HloInstruction
     kind: str
@@ -61,23 +61,23 @@ class HloGemm:
 
     @property
     def format(self) -> str:
-        """What the hardware multiplies: fp4, fp8, or the operands' own type."""
+        """Returns the format that the hardware multiplies: fp4, fp8, or else the dtype of `lhs`."""
         return next((name for start, name in NARROW_FORMATS.items() if self.dtype.startswith(start)), self.dtype)
 
     @property
     def flops_per_call(self) -> int:
-        """FLOPs of one call."""
+        """Returns the FLOPs of one call."""
         return 2 * self.result.elements * self.k
 
     @property
     def rows(self) -> int:
-        """Of our kernel over many experts, the rows of its buffer; 0 for any other GEMM."""
+        """Returns the buffer rows of this package's grouped GEMM over experts; 0 for any other GEMM."""
         grouped = self.kind == "mosaic" and 3 in (len(self.rhs.dims), len(self.result.dims))
         return self.lhs.dims[_row_dim(self.lhs, self.result)] if grouped else 0
 
     @property
     def flops(self) -> int:
-        """FLOPs of a step, loops counted."""
+        """Returns the FLOPs of a step: `flops_per_call` times executions."""
         return self.flops_per_call * self.execution_count
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class HloGemm:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of a fused attention kernel; scores are [batch, heads, queries, keys]."""
+    """One call of a fused attention kernel. `scores` is the shape [batch, heads, queries, keys]."""
 
     instruction: HloInstruction
     scores: tuple[int, int, int, int]
@@ -97,159 +97,165 @@ class AttentionCall:
 
     @property
     def flops_per_call(self) -> int:
-        """FLOPs of one call."""
+        """Returns the FLOPs of one call, half of the dense ones if causal."""
         batch, heads, queries, keys = self.scores
-        whole = self.num_gemms * 2 * batch * heads * queries * keys * self.head_dim
-        return whole // 2 if self.causal else whole
+        dense_flops = self.num_gemms * 2 * batch * heads * queries * keys * self.head_dim
+        return dense_flops // 2 if self.causal else dense_flops
 
     @property
     def flops(self) -> int:
-        """FLOPs of a step, loops counted."""
+        """Returns the FLOPs of a step: `flops_per_call` times executions."""
         return self.flops_per_call * self.execution_count
 
 
 def find_gemms(
     program: HloModule, *, turns: TripCountFn = trip_count, branches: BranchFn = every_branch
 ) -> list[HloGemm]:
-    """Returns every GEMM of a step, except those of fused attention. Raises HloParseError for unknown calls, for loops
-    around a GEMM that `turns` cannot count, and where several `branches` of a conditional multiply.
+    """Returns every GEMM of a step, except those of fused attention.
+
+    Raises HloParseError for unknown calls, for loops around a GEMM whose trip count `turns` does not know, and if
+    several `branches` of a conditional multiply.
     """
 
-    def multiplies(found: HloInstruction) -> bool:
-        return any(True for _ in gemms_of_instruction(program, WeightedInstruction(found, 1)))
+    def multiplies(instruction: HloInstruction) -> bool:
+        return any(True for _ in gemms_of_instruction(program, WeightedInstruction(instruction, 1)))
 
-    found = execution_counts(program, matters=multiplies, turns=turns, branches=branches)
-    return [gemm for launch in found for gemm in gemms_of_instruction(program, launch)]
+    launches = execution_counts(program, matters=multiplies, turns=turns, branches=branches)
+    return [gemm for launch in launches for gemm in gemms_of_instruction(program, launch)]
 
 
 def gemms_of_instruction(program: HloModule, launch: WeightedInstruction) -> Iterator[HloGemm]:
-    """The GEMMs that one instruction runs; none for most."""
-    found = launch.instruction
-    if found.opcode in UNSUPPORTED_DOT_OPCODES:
-        raise HloParseError(f"{found.name} is a {found.opcode} ({found.origin}), whose FLOPs are not counted here")
-    if found.opcode == "custom-call":
+    """Yields the GEMMs that one instruction runs; nothing for most instructions."""
+    instruction = launch.instruction
+    if instruction.opcode in UNSUPPORTED_DOT_OPCODES:
+        raise HloParseError(
+            f"{instruction.name} is a {instruction.opcode} ({instruction.origin}), whose FLOPs are not counted here"
+        )
+    if instruction.opcode == "custom-call":
         yield from _of_call(program, launch)
-    elif found.opcode in DOT_OPCODES:
-        yield _of_dot(program, found, launch, kind="dot")
-    elif found.opcode in FUSIONS:
-        kind = fusion_kind(found)
-        for part in program.nested_instructions(found):
-            if part.opcode in DOT_OPCODES:
-                yield _of_dot(program, part, launch, kind=kind)
-            elif part.opcode == "custom-call" and _multiplies(part):
-                yield from _of_call(program, WeightedInstruction(part, launch.execution_count))
+    elif instruction.opcode in DOT_OPCODES:
+        yield _of_dot(program, instruction, launch, kind="dot")
+    elif instruction.opcode in FUSIONS:
+        kind = fusion_kind(instruction)
+        for nested in program.nested_instructions(instruction):
+            if nested.opcode in DOT_OPCODES:
+                yield _of_dot(program, nested, launch, kind=kind)
+            elif nested.opcode == "custom-call" and _multiplies(nested):
+                yield from _of_call(program, WeightedInstruction(nested, launch.execution_count))
 
 
-def fusion_kind(found: HloInstruction) -> str:
-    """Who runs a fusion that multiplies: triton, cudnn, or `dot` where the compiler emits it itself."""
-    kind = str(found.backend_config.get("fusion_backend_config", {}).get("kind", ""))
+def fusion_kind(fusion: HloInstruction) -> str:
+    """Returns what runs a fusion that multiplies: triton, cudnn, or `dot` if XLA emits the code itself."""
+    kind = str(fusion.backend_config.get("fusion_backend_config", {}).get("kind", ""))
     return "triton" if "triton" in kind else "cudnn" if "cudnn" in kind else "dot"
 
 
-def is_attention(found: HloInstruction) -> bool:
-    """Whether this is a call of a fused attention kernel."""
-    return bool(ATTENTION_TARGETS.search(found.custom_call_target))
+def is_attention(instruction: HloInstruction) -> bool:
+    """Returns True for a call of a fused attention kernel."""
+    return bool(ATTENTION_TARGETS.search(instruction.custom_call_target))
 
 
-def is_mosaic_gemm(found: HloInstruction) -> bool:
-    """Whether this is our Mosaic GEMM, which is known by the name that it was given."""
-    return found.custom_call_target.startswith(MOSAIC) and "gemm" in found.op_name
+def is_mosaic_gemm(instruction: HloInstruction) -> bool:
+    """Returns True for this package's Mosaic GEMM, recognized by the kernel name in its op name."""
+    return instruction.custom_call_target.startswith(MOSAIC) and "gemm" in instruction.op_name
 
 
 def _of_dot(program: HloModule, dot: HloInstruction, launch: WeightedInstruction, *, kind: str) -> HloGemm:
-    left, right = (program.operand(dot, at).results[0] for at in (0, 1))
+    lhs, rhs = (program.operand(dot, index).results[0] for index in (0, 1))
     dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
     if dims is None:
         raise HloParseError(f"{dot.name} ({dot.opcode}) does not say what it contracts: {dot.attributes[:120]}")
-    k = math.prod(left.dims[int(dim)] for dim in dims.group(1).split(",") if dim)
-    return HloGemm(launch.instruction, kind, left.dtype, left, right, dot.results[0], k, launch.execution_count)
+    k = math.prod(lhs.dims[int(dim)] for dim in dims.group(1).split(",") if dim)
+    return HloGemm(launch.instruction, kind, lhs.dtype, lhs, rhs, dot.results[0], k, launch.execution_count)
 
 
 def _of_call(program: HloModule, launch: WeightedInstruction) -> Iterator[HloGemm]:
-    found = launch.instruction
-    if not _multiplies(found):
+    call = launch.instruction
+    if not _multiplies(call):
         return
-    arrays = program.operand_arrays(found)
-    left, right, result = arrays[0], arrays[1], found.results[0]
-    if found.custom_call_target == BLOCK_SCALED:  # [..., m, k] x [..., n, k] -> [..., m, n]
-        k, kind = left.dims[-1], "block-scaled"
-        if right.dims[-1] != k or result.dims[-2:] != (left.dims[-2], right.dims[-2]):
-            raise HloParseError(f"{found.name}: {left} x {right} -> {result} is no block-scaled GEMM that is known")
-    elif found.custom_call_target in CUBLAS:
-        k, kind = _cublas_k(found, left), "cublas-f8" if found.custom_call_target.endswith("f8") else "cublas"
+    arrays = program.operand_arrays(call)
+    lhs, rhs, result = arrays[0], arrays[1], call.results[0]
+    if call.custom_call_target == BLOCK_SCALED:  # [..., m, k] x [..., n, k] -> [..., m, n]
+        k, kind = lhs.dims[-1], "block-scaled"
+        if rhs.dims[-1] != k or result.dims[-2:] != (lhs.dims[-2], rhs.dims[-2]):
+            raise HloParseError(f"{call.name}: {lhs} x {rhs} -> {result} is no block-scaled GEMM that is known")
+    elif call.custom_call_target in CUBLAS:
+        k, kind = _cublas_k(call, lhs), "cublas-f8" if call.custom_call_target.endswith("f8") else "cublas"
     else:
-        k, kind = _contracted_size(found, left, right, result), "mosaic"
-    yield HloGemm(found, kind, left.dtype, left, right, result, k, launch.execution_count)
+        k, kind = _contracted_size(call, lhs, rhs, result), "mosaic"
+    yield HloGemm(call, kind, lhs.dtype, lhs, rhs, result, k, launch.execution_count)
 
 
-def _multiplies(found: HloInstruction) -> bool:
-    """Whether a custom call is a GEMM. Raises HloParseError for a target that is in no list."""
-    target = found.custom_call_target
+def _multiplies(call: HloInstruction) -> bool:
+    """Returns True if a custom call is a GEMM. Raises HloParseError for a target that is in no list."""
+    target = call.custom_call_target
     if target == BLOCK_SCALED or target in CUBLAS:
         return True
     if target.startswith(MOSAIC):
-        if "anonymous" in found.op_name or not found.op_name:
-            raise HloParseError(f"{found.name} calls a Mosaic kernel without a name, which might multiply; give it one")
-        return is_mosaic_gemm(found)
-    if is_attention(found) or NON_GEMM_TARGETS.search(target):
+        if "anonymous" in call.op_name or not call.op_name:
+            raise HloParseError(f"{call.name} calls a Mosaic kernel without a name, which might multiply; give it one")
+        return is_mosaic_gemm(call)
+    if is_attention(call) or NON_GEMM_TARGETS.search(target):
         return False
     if re.search(r"onednn\$matmul|EigenMatMul|ynn", target):
-        raise HloParseError(f"{found.name} calls {target!r}: a GEMM of a CPU library, whose shapes are not read here")
+        raise HloParseError(f"{call.name} calls {target!r}: a GEMM of a CPU library, whose shapes are not read here")
     raise HloParseError(
-        f"{found.name} calls {target!r} ({found.origin or 'no source'}), which halfbyte.hlo does not know; say in "
+        f"{call.name} calls {target!r} ({call.origin or 'no source'}), which halfbyte.hlo does not know; say in "
         "halfbyte/hlo/gemm_ops.py whether it multiplies"
     )
 
 
-def _cublas_k(found: HloInstruction, left: HloArray) -> int:
+def _cublas_k(call: HloInstruction, lhs: HloArray) -> int:
     try:
-        dims = found.backend_config["gemm_backend_config"]["dot_dimension_numbers"]["lhs_contracting_dimensions"]
+        dims = call.backend_config["gemm_backend_config"]["dot_dimension_numbers"]["lhs_contracting_dimensions"]
     except KeyError:
-        raise HloParseError(f"{found.name} ({found.custom_call_target}) does not say what it contracts") from None
-    return math.prod(left.dims[int(dim)] for dim in dims)
+        raise HloParseError(f"{call.name} ({call.custom_call_target}) does not say what it contracts") from None
+    return math.prod(lhs.dims[int(dim)] for dim in dims)
 
 
-def _row_dim(left: HloArray, result: HloArray) -> int:
-    """The dim of rows in the left operand of a GEMM over experts: the last where 4-bit codes are summed over them."""
-    return 1 if len(result.dims) == 3 and left.dtype.startswith("f4") else 0
+def _row_dim(lhs: HloArray, result: HloArray) -> int:
+    """Returns the row dim of `lhs` in a grouped GEMM: the last one in wgrad of 4-bit codes, which are K-major."""
+    return 1 if len(result.dims) == 3 and lhs.dtype.startswith("f4") else 0
 
 
-def _contracted_size(found: HloInstruction, left: HloArray, right: HloArray, result: HloArray) -> int:
-    """The contracted size of two matrices, in whatever orders the kernel takes them: (mk)(kn)(mn) is a square. Of rows
-    times a matrix of each expert's, their width; of an expert's rows, how many there are on average, filled up.
+def _contracted_size(call: HloInstruction, lhs: HloArray, rhs: HloArray, result: HloArray) -> int:
+    """Returns k of a GEMM of two matrices, whose operands the kernel may take in either order.
+
+    The product of the three sizes is (mk)(kn)(mn) = (mnk)^2, and its root over mn is k. In a grouped GEMM over experts,
+    k is the width of the rows (fprop, dgrad) or the average number of rows per expert, rounded up (wgrad).
     """
-    ranks = len(left.dims), len(right.dims), len(result.dims)
+    ranks = len(lhs.dims), len(rhs.dims), len(result.dims)
     if ranks == (2, 3, 2):  # [rows, k] x [experts, k, n] (codes: [experts, n, k]) -> [rows, n]
-        return left.dims[1]
+        return lhs.dims[1]
     if ranks == (2, 2, 3):  # [rows, m] x [rows, n] (codes: [m, rows] x [n, rows]) -> [experts, m, n]
-        return -(-left.dims[_row_dim(left, result)] // result.dims[0])
-    if not result.elements or any(len(array.dims) != 2 for array in (left, right, result)):
-        raise HloParseError(f"{found.name}: {left} x {right} -> {result} are not three matrices")
-    square = left.elements * right.elements * result.elements
-    k = math.isqrt(square) // result.elements
-    if k * k * result.elements**2 != square or k not in left.dims or k not in right.dims:
-        raise HloParseError(f"{found.name}: {left} x {right} -> {result} is no GEMM of two matrices")
+        return -(-lhs.dims[_row_dim(lhs, result)] // result.dims[0])
+    if not result.elements or any(len(array.dims) != 2 for array in (lhs, rhs, result)):
+        raise HloParseError(f"{call.name}: {lhs} x {rhs} -> {result} are not three matrices")
+    squared = lhs.elements * rhs.elements * result.elements
+    k = math.isqrt(squared) // result.elements
+    if k * k * result.elements**2 != squared or k not in lhs.dims or k not in rhs.dims:
+        raise HloParseError(f"{call.name}: {lhs} x {rhs} -> {result} is no GEMM of two matrices")
     return k
 
 
 def find_attention_calls(program: HloModule) -> list[AttentionCall]:
-    """Every fused attention of a step."""
-    return [found for launch in execution_counts(program) for found in attention_call_of(program, launch)]
+    """Returns every fused attention call of a step."""
+    return [call for launch in execution_counts(program) for call in attention_call_of(program, launch)]
 
 
 def attention_call_of(program: HloModule, launch: WeightedInstruction) -> Iterator[AttentionCall]:
-    """The fused attention that an instruction is; nothing for others. Raises HloParseError without its shapes."""
-    found = launch.instruction
-    if not is_attention(found):
+    """Yields the AttentionCall of an instruction, nothing for others. Raises HloParseError if shapes are missing."""
+    instruction = launch.instruction
+    if not is_attention(instruction):
         return
-    config = found.backend_config.get("cudnn_fmha_backend_config", {})
+    config = instruction.backend_config.get("cudnn_fmha_backend_config", {})
     dims = config.get("intermediate_tensor_shape", {}).get("dimensions", ())
     if len(dims) != 4 or "mask_type" not in config:
         raise HloParseError(
-            f"{found.name} ({found.custom_call_target}) does not say the shape of its scores or its mask"
+            f"{instruction.name} ({instruction.custom_call_target}) does not say the shape of its scores or its mask"
         )
     batch, heads, queries, keys = (int(size) for size in dims)
     causal = "CAUSAL" in config["mask_type"]
-    products = BACKWARD_GEMMS if "Backward" in found.custom_call_target else FORWARD_GEMMS
-    head_dim = program.operand(found, 0).results[0].dims[-1]
-    yield AttentionCall(found, (batch, heads, queries, keys), head_dim, causal, products, launch.execution_count)
+    num_gemms = BACKWARD_GEMMS if "Backward" in instruction.custom_call_target else FORWARD_GEMMS
+    head_dim = program.operand(instruction, 0).results[0].dims[-1]
+    yield AttentionCall(instruction, (batch, heads, queries, keys), head_dim, causal, num_gemms, launch.execution_count)

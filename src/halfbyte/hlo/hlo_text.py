@@ -1,9 +1,9 @@
 """Parse the text of a compiled HLO module into instructions, in execution order, each with its source line.
 
 A compiled module's text is scheduled: within a computation, instructions run in the order in which they are written.
-Each line is `NAME = RESULTS OPCODE(OPERANDS), ATTRIBUTES`. Parentheses and braces are counted to find the end of a
-part, because attributes hold JSON and whole kernels. Source lines are read from the tables of stack frames at the head
-of the text, or from `source_file` in an instruction's metadata.
+Each line is `NAME = RESULTS OPCODE(OPERANDS), ATTRIBUTES`. Parentheses are counted to find the end of a part, because
+attributes hold JSON and whole kernels. Source lines are read from the tables of stack frames at the head of the text,
+or from `source_file` in an instruction's metadata.
 """
 
 import json
@@ -16,13 +16,13 @@ from typing import Any
 
 PACKAGE = "halfbyte"
 TITLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-DEEPEST = 200  # frames: a stack that is longer is a circle
+DEEPEST = 200  # frames: a longer stack is a cycle of parent ids
 BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128} | {
     name: int(re.findall(r"\d+", name)[0])
     for name in "s1 u1 s2 u2 s4 u4 s8 u8 s16 u16 s32 u32 s64 u64 f16 f32 f64 f4e2m1fn f8e4m3 f8e4m3fn f8e5m2 f8e8m0fnu "
     "f8e4m3b11fnuz f8e4m3fnuz f8e5m2fnuz f8e3m4".split()
 }
-FUSIONS = ("fusion", "fusion-start")  # one that is waited for, and one beside which others run
+FUSIONS = ("fusion", "fusion-start")  # synchronous and asynchronous
 BRANCHES = ("branch_computations", "true_computation", "false_computation")
 CALLED_COMPUTATION_ATTRS = ("calls", "to_apply", "body", "condition", "called_computations", *BRANCHES)
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
@@ -39,7 +39,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of source. Files of our package are named from inside it (`ops/mlp.py`), others in full."""
+    """A line of source. Paths of this package are relative to it (`ops/mlp.py`), all others are complete."""
 
     file: str = ""
     line: int = 0
@@ -47,7 +47,7 @@ class SourceLine:
 
     @classmethod
     def of(cls, path: str, line: int, function: str = "") -> "SourceLine":
-        """The source at `path`."""
+        """Returns the source line of `path`, relative to this package if it is inside."""
         return cls(path.rpartition(f"/{PACKAGE}/")[2], line, function)
 
     def __str__(self) -> str:
@@ -58,24 +58,24 @@ UNKNOWN_SOURCE = SourceLine()
 
 
 class HloParseError(ValueError):
-    """The program has an instruction that cannot be interpreted; any figure would be wrong."""
+    """An instruction of the program cannot be interpreted, so that every total would be wrong."""
 
 
 @dataclass(frozen=True)
 class HloArray:
-    """One array of a program: its element type, as HLO writes it, and its dims."""
+    """One array of a program: element type in HLO's spelling, and dims."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """How many elements."""
+        """Returns the number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """Bytes in memory; elements of less than a byte are packed."""
+        """Returns the bytes in memory, rounded up; elements of less than a byte are packed."""
         return -(-self.elements * BITS[self.dtype] // 8)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class HloArray:
 
 @dataclass(frozen=True)
 class HloInstruction:
-    """One line of a program. `operands` are names in the same computation; `results` are flat, tuples opened."""
+    """One line of a program. `operands` are names in the same computation; tuples in `results` are flattened."""
 
     name: str
     opcode: str
@@ -97,36 +97,36 @@ class HloInstruction:
     op_name: str = ""
     source: SourceLine = UNKNOWN_SOURCE
     known_trip_count: int | None = None
-    """Of a loop, if XLA knows it."""
+    """Trip count of a while loop; None if XLA does not state one."""
     constant: int | None = None
-    """The value of a constant that is one whole number."""
+    """Value of an integer scalar constant; None for every other instruction."""
     attributes: str = field(default="", repr=False, compare=False)
 
     @property
     def origin(self) -> str:
-        """The operation's name and the line of ours that it came from."""
+        """Returns the op name and the source line in this package."""
         return f"{self.op_name} {self.source}".strip()
 
     @cached_property
     def backend_config(self) -> dict[str, Any]:
-        """XLA's own settings of the instruction; empty where there are none or they are a kernel's."""
-        at = self.attributes.find("backend_config=")
-        if at < 0 or not self.attributes.startswith('{"', at + len("backend_config=")):
+        """Returns XLA's backend config of the instruction; empty if there is none or it is not JSON (a kernel's)."""
+        start = self.attributes.find("backend_config=")
+        if start < 0 or not self.attributes.startswith('{"', start + len("backend_config=")):
             return {}
-        found: dict[str, Any] = json.JSONDecoder().raw_decode(self.attributes[at + len("backend_config=") :])[0]
-        return found
+        config: dict[str, Any] = json.JSONDecoder().raw_decode(self.attributes[start + len("backend_config=") :])[0]
+        return config
 
     def called_computation(self, attribute: str) -> str:
-        """The computation that `attribute` (body, condition, ...) names."""
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
-        if found is None:
+        """Returns the name of the computation in `attribute` (body, condition, ...)."""
+        match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        if match is None:
             raise HloParseError(f"{self.name} ({self.opcode}) has no {attribute}")
-        return found.group(1)
+        return match.group(1)
 
 
 @dataclass
 class HloModule:
-    """A compiled module, by its name: computations by name, each its instructions in the order in which they run."""
+    """A compiled module: for each computation its instructions, in execution order if `scheduled`."""
 
     computations: dict[str, list[HloInstruction]] = field(default_factory=dict)
     entry: str = ""
@@ -135,42 +135,48 @@ class HloModule:
 
     @cached_property
     def instructions(self) -> dict[str, HloInstruction]:
-        """Every instruction by its name."""
-        return {found.name: found for body in self.computations.values() for found in body}
+        """Returns every instruction by name."""
+        return {instruction.name: instruction for body in self.computations.values() for instruction in body}
 
     @cached_property
     def _local(self) -> dict[str, dict[str, HloInstruction]]:
-        return {name: {found.name: found for found in body} for name, body in self.computations.items()}
+        return {
+            name: {instruction.name: instruction for instruction in body} for name, body in self.computations.items()
+        }
 
-    def operand(self, of: HloInstruction, index: int) -> HloInstruction:
-        """Returns the instruction that computes operand `index` of `of`."""
+    def operand(self, instruction: HloInstruction, index: int) -> HloInstruction:
+        """Returns the instruction that computes operand `index` of `instruction`."""
         try:
-            return self._local[of.computation][of.operands[index]]
+            return self._local[instruction.computation][instruction.operands[index]]
         except (KeyError, IndexError):
-            raise HloParseError(f"{of.name} ({of.opcode}) has no operand {index} in {of.computation}") from None
+            raise HloParseError(
+                f"{instruction.name} ({instruction.opcode}) has no operand {index} in {instruction.computation}"
+            ) from None
 
-    def operand_arrays(self, of: HloInstruction) -> list[HloArray]:
-        """All operands of `of`, tuples opened."""
-        return [array for at in range(len(of.operands)) for array in self.operand(of, at).results]
+    def operand_arrays(self, instruction: HloInstruction) -> list[HloArray]:
+        """Returns the arrays of all operands of `instruction`, tuples flattened."""
+        return [
+            array for index in range(len(instruction.operands)) for array in self.operand(instruction, index).results
+        ]
 
-    def nested_instructions(self, of: HloInstruction) -> Iterator[HloInstruction]:
-        """Every instruction of the computations that `of` calls, and of those that they call."""
-        for computation in of.called_computations:
-            for found in self.computations.get(computation, ()):
-                yield found
-                yield from self.nested_instructions(found)
+    def nested_instructions(self, instruction: HloInstruction) -> Iterator[HloInstruction]:
+        """Yields every instruction of the computations that `instruction` calls, directly or through others."""
+        for computation in instruction.called_computations:
+            for nested in self.computations.get(computation, ()):
+                yield nested
+                yield from self.nested_instructions(nested)
 
 
 def parse_stack_frames(text: str) -> dict[int, SourceLine]:
-    """Frame number -> the innermost line of our package on its stack.
+    """Returns frame number -> the innermost source line of this package on its stack.
 
-    Only the innermost: callers further out would make everything `attention` or `quantize`.
+    Callers further out are ignored: they would put every operation into `attention` or `quantize`.
     """
     tables = _tables(text)
     frames = tables.get("StackFrames", {})
     sources = {number: _location(entry, tables) for number, entry in tables.get("FileLocations", {}).items()}
     return {
-        number: found for number in frames if (found := _innermost_package_frame(number, frames, sources)) is not None
+        number: source for number in frames if (source := _innermost_package_frame(number, frames, sources)) is not None
     }
 
 
@@ -183,7 +189,7 @@ def _innermost_package_frame(
         path, source = sources.get(_field(frames[number], "file_location_id"), ("", UNKNOWN_SOURCE))
         if f"/{PACKAGE}/" in path:
             return source
-        number = _field(frames[number], "parent_frame_id") - 1  # written one too high; 0 is no parent
+        number = _field(frames[number], "parent_frame_id") - 1  # written as number + 1, so that 0 means no parent
     return None
 
 
@@ -194,7 +200,7 @@ def _location(entry: str, tables: dict[str, dict[int, str]]) -> tuple[str, Sourc
 
 
 def _tables(text: str) -> dict[str, dict[int, str]]:
-    """The four tables, each number -> entry; they end where the first computation begins."""
+    """Returns the four tables as title -> number -> entry. They end at the first computation."""
     tables: dict[str, dict[int, str]] = {}
     title = ""
     for line in text.splitlines():
@@ -209,15 +215,15 @@ def _tables(text: str) -> dict[str, dict[int, str]]:
 
 
 def _field(entry: str, key: str) -> int:
-    found = re.search(rf"\b{key}=(\d+)", entry)
-    return int(found.group(1)) if found else 0
+    match = re.search(rf"\b{key}=(\d+)", entry)
+    return int(match.group(1)) if match else 0
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Parses the text of an HLO module. Raises HloParseError for a line or type that it cannot read."""
-    module = _MODULE.match(text)
+    """Parse the text of an HLO module. Raises HloParseError for a line or element type that it cannot read."""
+    header = _MODULE.match(text)
     program = HloModule(
-        scheduled="is_scheduled=true" in text[: text.find("\n")], name=module.group(1) if module else ""
+        scheduled="is_scheduled=true" in text[: text.find("\n")], name=header.group(1) if header else ""
     )
     frames, computation = parse_stack_frames(text), ""
     for line in text.splitlines():
@@ -227,8 +233,8 @@ def parse_hlo(text: str) -> HloModule:
             program.computations[computation] = []
         elif line.startswith("}"):
             computation = ""
-        elif computation and (found := _LINE.match(line)):
-            program.computations[computation].append(_instruction(found, computation, frames))
+        elif computation and (match := _LINE.match(line)):
+            program.computations[computation].append(_instruction(match, computation, frames))
     if not program.entry:
         raise HloParseError(
             "the text holds no ENTRY computation; give the text of a compiled module (compiled.as_text())"
@@ -236,36 +242,36 @@ def parse_hlo(text: str) -> HloModule:
     return program
 
 
-def _instruction(found: re.Match[str], computation: str, frames: dict[int, SourceLine]) -> HloInstruction:
-    name = found.group(2)
-    results, opcode, operands, attributes = _split_instruction(name, found.group(3))
+def _instruction(match: re.Match[str], computation: str, frames: dict[int, SourceLine]) -> HloInstruction:
+    name = match.group(2)
+    results, opcode, operands, attributes = _split_instruction(name, match.group(3))
     target, op_name, trips = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS))
     names = [operands] if opcode == "parameter" else [] if opcode == "constant" else _operand_names(operands)
-    whole = opcode == "constant" and re.fullmatch(r"-?\d+", operands)
+    is_integer = opcode == "constant" and re.fullmatch(r"-?\d+", operands)
     return HloInstruction(
         name=name,
         opcode=opcode,
         computation=computation,
         results=parse_arrays(results),
         operands=tuple(names),
-        root=bool(found.group(1)),
+        root=bool(match.group(1)),
         custom_call_target=target.group(1) if target else "",
         called_computations=tuple(_called(attributes)),
         op_name=op_name.group(1) if op_name else "",
         source=_source(attributes, frames),
         known_trip_count=int(trips.group(1)) if trips else None,
-        constant=int(operands) if whole else None,
+        constant=int(operands) if is_integer else None,
         attributes=attributes,
     )
 
 
 def _split_instruction(name: str, line: str) -> tuple[str, str, str, str]:
-    """(results, opcode, operands, attributes) of what stands behind `NAME = `."""
+    """Returns (results, opcode, operands, attributes) of the text after `NAME = `."""
     end = _closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
     opcode, bracket, _ = line[end:].partition("(")
     if not bracket:
         raise HloParseError(f"cannot read the line of {name}: {line[:120]}")
-    if opcode.strip() == "constant":  # a large one is written over several lines
+    if opcode.strip() == "constant":  # a large constant is written over several lines, without a closing parenthesis
         return line[:end], "constant", line[end + len(opcode) + 1 :].partition(")")[0], ""
     start = end + len(opcode)
     stop = _closing(line, start)
@@ -273,17 +279,17 @@ def _split_instruction(name: str, line: str) -> tuple[str, str, str, str]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes. Strings do not occur before attributes."""
+    """Returns the index of the parenthesis that closes the one at `start`. No string occurs before the attributes."""
     depth = 0
-    for at in range(start, len(text)):
-        depth += (text[at] == "(") - (text[at] == ")")
+    for index in range(start, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
         if depth == 0:
-            return at
+            return index
     raise HloParseError(f"a parenthesis is not closed: {text[start : start + 120]}")
 
 
 def _operand_names(text: str) -> list[str]:
-    """Names of operands: `%a, f32[8]{0} %b` and, without the sigil, `a, b`."""
+    """Returns the names in an operand list, with the sigil (`%a, f32[8]{0} %b`) or without (`a, b`)."""
     if "%" in text:
         return re.findall(r"%([\w.\-]+)", text)
     return [part.split()[-1] for part in re.sub(r"/\*.*?\*/", "", text).split(",") if part.strip()]
@@ -296,15 +302,15 @@ def _called(attributes: str) -> Iterable[str]:
 
 
 def parse_arrays(text: str) -> tuple[HloArray, ...]:
-    """The arrays of a type, tuples opened."""
-    found = []
+    """Returns the arrays of an HLO type, tuples flattened."""
+    arrays = []
     for dtype, dims in _ARRAY.findall(re.sub(r"/\*.*?\*/", "", text)):
         if dtype not in BITS:
             raise HloParseError(
                 f"unknown element type {dtype!r} in {text[:80]}; add its width to halfbyte.hlo.hlo_text.BITS"
             )
-        found.append(HloArray(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)))
-    return tuple(found)
+        arrays.append(HloArray(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)))
+    return tuple(arrays)
 
 
 def _source(attributes: str, frames: dict[int, SourceLine]) -> SourceLine:
