@@ -1,15 +1,15 @@
-"""Memory traffic of a program in bytes per instruction, and the category of each instruction.
+"""Count the memory traffic of each instruction in bytes, and assign each instruction to a category.
 
 An instruction reads its operands and writes its results, with three exceptions. Of an array that is only sliced, the
-slices are read. Of one that is updated in place, the update is written. What a fusion produces and consumes inside
-itself never leaves the chip. A custom call counts its operands and results; our kernels that get a loop's stack of
-layers count one layer. Collectives are not counted here (`collective_ops` has their bytes), nor are repeated reads of
+slices are read. Of an array that is updated in place, the update is written. Intermediates of a fusion stay on the
+chip. A custom call reads its operands and writes its results; this package's kernels that get the stack of all layers
+read one layer of it. Collectives are not counted here (`collective_ops` has their bytes), nor are repeated reads inside
 a kernel.
 
 The category (OP_CATEGORIES) depends first on what an instruction does: GEMM, attention call, collective. Otherwise it
 depends on the source lines of the instruction and of those fused into it (ORIGINS matches paths and functions of this
-package). Our kernels that do not multiply are quantize, except those that only normalize. An optimizer update that
-reads a gradient of the MLP is optimizer.
+package). Kernels of this package that do not multiply are quantize, except those that only normalize. An optimizer
+update that reads a gradient of the MLP is optimizer.
 """
 
 import re
@@ -20,7 +20,7 @@ from halfbyte.hlo.hlo_text import FUSIONS, HloArray, HloInstruction, HloModule
 
 SLICE_OPCODES = ("dynamic-slice", "slice", "gather")
 UPDATE_OPCODES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Opcodes that change part of their first operand, and which operand holds the new part."""
+"""Opcodes that overwrite a slice of their first operand -> index of the operand that holds the update."""
 DATA_MOVEMENT_OPCODES = {
     "transpose": ("transpose",),
     "update": ("dynamic-update-slice",),
@@ -28,8 +28,8 @@ DATA_MOVEMENT_OPCODES = {
     "fill": ("broadcast",),
     "copy": ("copy", "concatenate"),
 }
-"""Kinds of instructions that compute nothing, by an opcode that they hold, the first that fits."""
-REDUCTION_OPCODES = ("reduce", "dot")  # to one number, if need be
+"""Kind of a data movement -> opcodes that identify it; the first match in this order decides."""
+REDUCTION_OPCODES = ("reduce", "dot")  # compute even if their result is a scalar
 KERNEL = "__gpu$xla.gpu.triton"
 IN_PLACE = re.compile(r"\{[\d, ]*\}: \((\d+), \{")  # of output_to_operand_aliasing: the operand of a result
 UNINITIALIZED_BUFFER_TARGET = "AllocateBuffer"  # the call that `lax.empty` becomes
@@ -52,7 +52,7 @@ ORIGINS = (
     ("mlp", re.compile(r"ops/(?:mlp|activation|linear)\b")),
     ("optimizer", re.compile(r"train/(?:optimizers|train_step|dynamic_scaling)\.py")),
 )
-"""Category and pattern of an origin (op name and source line), the first that matches."""
+"""(category, pattern of the op name and source line); the first match decides."""
 GEMM_NAME = re.compile(
     r"cublas|blockScaledDot|gemm|matmul|onednn|nvjet|cutlass|xmma|splitK|ynn_fusion|\bdot\b", re.IGNORECASE
 )
@@ -61,146 +61,157 @@ QUANTIZE_NAME = re.compile(r"quantize|maxima|tensor_scale|swiglu|hadamard|unpack
 COMMUNICATION_NAME = re.compile(r"nccl|^all-|^reduce-scatter|^collective-|nvshmem", re.IGNORECASE)
 
 
-def data_movement_kind(program: HloModule, found: HloInstruction) -> str | None:
+def data_movement_kind(program: HloModule, instruction: HloInstruction) -> str | None:
     """Returns the key of DATA_MOVEMENT_OPCODES for an instruction, or None if it computes."""
-    opcodes = {found.opcode.removesuffix("-start")}
-    if found.opcode in FUSIONS:  # a scalar is an index, unless it was reduced from an array
-        parts = (
-            part for part in program.nested_instructions(found) if part.opcode in REDUCTION_OPCODES or _several(part)
+    opcodes = {instruction.opcode.removesuffix("-start")}
+    if instruction.opcode in FUSIONS:  # a scalar is an index, unless it was reduced from an array
+        value_instructions = (
+            nested
+            for nested in program.nested_instructions(instruction)
+            if nested.opcode in REDUCTION_OPCODES or _has_several_elements(nested)
         )
-        opcodes = {part.opcode for part in parts}
+        opcodes = {nested.opcode for nested in value_instructions}
     if opcodes - ZERO_TRAFFIC_OPCODES - {opcode for kind in DATA_MOVEMENT_OPCODES.values() for opcode in kind}:
         return None
-    return next((kind for kind, named in DATA_MOVEMENT_OPCODES.items() if opcodes & set(named)), None)
+    return next((kind for kind, kind_opcodes in DATA_MOVEMENT_OPCODES.items() if opcodes & set(kind_opcodes)), None)
 
 
-def _several(part: HloInstruction) -> bool:
-    """Whether it makes more than one number."""
-    return any(array.elements > 1 for array in part.results)
+def _has_several_elements(instruction: HloInstruction) -> bool:
+    """Returns True if a result has more than one element."""
+    return any(array.elements > 1 for array in instruction.results)
 
 
-def instruction_bytes(program: HloModule, found: HloInstruction) -> tuple[int, int]:
-    """(read, written) by one execution of one instruction."""
-    results = sum(array.bytes for array in found.results)
-    if found.opcode in FUSIONS:
-        return _of_fusion(program, found)
-    if found.custom_call_target == UNINITIALIZED_BUFFER_TARGET:
+def instruction_bytes(program: HloModule, instruction: HloInstruction) -> tuple[int, int]:
+    """Returns the bytes (read, written) by one execution of an instruction."""
+    results = sum(array.bytes for array in instruction.results)
+    if instruction.opcode in FUSIONS:
+        return _of_fusion(program, instruction)
+    if instruction.custom_call_target == UNINITIALIZED_BUFFER_TARGET:
         return 0, 0
-    if found.custom_call_target == KERNEL:
-        return _of_kernel(program, found)
-    if found.custom_call_target.startswith(MOSAIC):
-        return sum(_of_layer(found, array) for array in program.operand_arrays(found)), results
-    if found.opcode in ("dynamic-slice", "slice"):
+    if instruction.custom_call_target == KERNEL:
+        return _of_kernel(program, instruction)
+    if instruction.custom_call_target.startswith(MOSAIC):
+        return sum(_of_layer(instruction, array) for array in program.operand_arrays(instruction)), results
+    if instruction.opcode in ("dynamic-slice", "slice"):
         return results, results
-    if found.opcode == "gather":
-        return results + _operand_bytes(program, found, 1), results
-    if found.opcode in UPDATE_OPCODES:
-        part = _operand_bytes(program, found, UPDATE_OPCODES[found.opcode])
-        return part, part
-    if found.opcode in ("iota", "broadcast", "rng-bit-generator"):
-        return sum(array.bytes for array in program.operand_arrays(found)), results
-    if found.opcode == "copy-start":  # results: destination, source, context
-        return found.results[0].bytes, found.results[0].bytes
-    return sum(array.bytes for array in program.operand_arrays(found)), results
+    if instruction.opcode == "gather":
+        return results + _operand_bytes(program, instruction, 1), results
+    if instruction.opcode in UPDATE_OPCODES:
+        update_bytes = _operand_bytes(program, instruction, UPDATE_OPCODES[instruction.opcode])
+        return update_bytes, update_bytes
+    if instruction.opcode in ("iota", "broadcast", "rng-bit-generator"):
+        return sum(array.bytes for array in program.operand_arrays(instruction)), results
+    if instruction.opcode == "copy-start":  # results: destination, source, context
+        return instruction.results[0].bytes, instruction.results[0].bytes
+    return sum(array.bytes for array in program.operand_arrays(instruction)), results
 
 
-def _of_fusion(program: HloModule, found: HloInstruction) -> tuple[int, int]:
-    (name,) = found.called_computations[:1]
+def _of_fusion(program: HloModule, fusion: HloInstruction) -> tuple[int, int]:
+    (name,) = fusion.called_computations[:1]
     body = program.computations[name]
     users: dict[str, list[HloInstruction]] = {}
-    for part in body:
-        for operand in part.operands if part.opcode != "parameter" else ():
-            users.setdefault(operand, []).append(part)
-    parameters = {int(part.operands[0]): part for part in body if part.opcode == "parameter"}
+    for instruction in body:
+        for operand in instruction.operands if instruction.opcode != "parameter" else ():
+            users.setdefault(operand, []).append(instruction)
+    parameters = {
+        int(instruction.operands[0]): instruction for instruction in body if instruction.opcode == "parameter"
+    }
     read = sum(
-        _read(parameters[at], users, sum(array.bytes for array in parameters[at].results))
-        for at in range(len(found.operands))
-        if at in parameters
+        _read(parameters[index], users, sum(array.bytes for array in parameters[index].results))
+        for index in range(len(fusion.operands))
+        if index in parameters
     )
     return read, sum(_written(program, root) for root in _roots(program, body))
 
 
-def _of_kernel(program: HloModule, found: HloInstruction) -> tuple[int, int]:
-    """Stacks are known by the other arrays of the call, which have a layer's dims. What is written in place is not
-    read.
-    """
-    operands = program.operand_arrays(found)
-    layers = {array.dims for array in (*operands, *found.results) if len(array.dims) > 1}
+def _of_kernel(program: HloModule, call: HloInstruction) -> tuple[int, int]:
+    """Returns the bytes (read, written) of a Triton kernel. An operand that is overwritten in place is not read.
 
-    def touched(array: HloArray) -> int:
+    An array is a stack of layers if another array of the call has its dims without the first; one layer counts.
+    """
+    operands = program.operand_arrays(call)
+    layers = {array.dims for array in (*operands, *call.results) if len(array.dims) > 1}
+
+    def bytes_moved(array: HloArray) -> int:
         return array.bytes // array.dims[0] if array.dims[1:] in layers else array.bytes
 
-    in_place = {int(at) for at in IN_PLACE.findall(found.attributes)}
-    read = sum(touched(array) for at, array in enumerate(operands) if at not in in_place)
-    return read, sum(map(touched, found.results))
+    in_place = {int(index) for index in IN_PLACE.findall(call.attributes)}
+    read = sum(bytes_moved(array) for index, array in enumerate(operands) if index not in in_place)
+    return read, sum(map(bytes_moved, call.results))
 
 
-def _of_layer(found: HloInstruction, array: HloArray) -> int:
-    """Bytes that a kernel without tiles reads of an array. It is given arrays of one dim, but for stacks."""
-    stacked = len(array.dims) > 1 and all(len(result.dims) == 1 for result in found.results)
+def _of_layer(call: HloInstruction, array: HloArray) -> int:
+    """Returns the bytes that a Mosaic kernel reads of an array: one layer of a stack.
+
+    Kernels that are not tiled take flat arrays, so that an operand with more dims next to flat results is a stack.
+    """
+    stacked = len(array.dims) > 1 and all(len(result.dims) == 1 for result in call.results)
     return array.bytes // array.dims[0] if stacked else array.bytes
 
 
-def _read(value: HloInstruction, users: dict[str, list[HloInstruction]], whole: int) -> int:
-    """Bytes read of a parameter, or of a view of it: slices where only slices and updates in place use it."""
+def _read(value: HloInstruction, users: dict[str, list[HloInstruction]], all_bytes: int) -> int:
+    """Returns the bytes read of a parameter (or view): those of its slices if only slices and in-place updates use it.
+
+    Any other user reads `all_bytes`.
+    """
     total = 0
     for user in users.get(value.name, ()):
-        first = user.operands[0] == value.name
-        if user.opcode in SLICE_OPCODES and first:
+        is_first_operand = user.operands[0] == value.name
+        if user.opcode in SLICE_OPCODES and is_first_operand:
             total += sum(array.bytes for array in user.results)
-        elif user.opcode in UPDATE_OPCODES and first and user.operands.count(value.name) == 1:
-            continue  # written in part, in place
+        elif user.opcode in UPDATE_OPCODES and is_first_operand and user.operands.count(value.name) == 1:
+            continue  # updated in place: nothing is read
         elif user.opcode == "bitcast":
-            total += _read(user, users, whole)
+            total += _read(user, users, all_bytes)
         else:
-            return whole
-    return min(total, whole)
+            return all_bytes
+    return min(total, all_bytes)
 
 
 def _roots(program: HloModule, body: list[HloInstruction]) -> list[HloInstruction]:
-    root = next(part for part in body if part.root)
+    root = next(instruction for instruction in body if instruction.root)
     if root.opcode != "tuple":
         return [root]
-    return [program.operand(root, at) for at in range(len(root.operands))]
+    return [program.operand(root, index) for index in range(len(root.operands))]
 
 
 def _written(program: HloModule, root: HloInstruction) -> int:
-    part = root
-    while part.opcode in ("bitcast", "copy") and part.operands:
-        part = program.operand(part, 0)
-    if part.opcode in UPDATE_OPCODES:
-        return _operand_bytes(program, part, UPDATE_OPCODES[part.opcode])
+    value = root
+    while value.opcode in ("bitcast", "copy") and value.operands:
+        value = program.operand(value, 0)
+    if value.opcode in UPDATE_OPCODES:
+        return _operand_bytes(program, value, UPDATE_OPCODES[value.opcode])
     return sum(array.bytes for array in root.results)
 
 
-def _operand_bytes(program: HloModule, found: HloInstruction, at: int) -> int:
-    return sum(array.bytes for array in program.operand(found, at).results)
+def _operand_bytes(program: HloModule, instruction: HloInstruction, index: int) -> int:
+    return sum(array.bytes for array in program.operand(instruction, index).results)
 
 
-def op_category(program: HloModule, found: HloInstruction) -> str | None:
-    """Returns one of OP_CATEGORIES; None for an instruction that only contains others or that waits for one."""
-    if found.opcode in CONTAINERS:
+def op_category(program: HloModule, instruction: HloInstruction) -> str | None:
+    """Returns one of OP_CATEGORIES; None for an instruction that only contains or awaits other instructions."""
+    if instruction.opcode in CONTAINERS:
         return None
-    if collective_kind(found) or is_collective_done(found):
+    if collective_kind(instruction) or is_collective_done(instruction):
         return "communication"
-    inside = [found, *program.nested_instructions(found)]
-    if ATTENTION_SOURCE.search(found.origin) or any(is_attention(part) for part in inside):
+    instructions = [instruction, *program.nested_instructions(instruction)]
+    if ATTENTION_SOURCE.search(instruction.origin) or any(is_attention(nested) for nested in instructions):
         return "attention"
-    dots = [part.origin for part in inside if _multiplies(part)]
-    if dots:  # what else is fused into a GEMM may come from anywhere
-        return "attention" if ATTENTION_SOURCE.search(" ".join(dots)) else "gemm"
-    if PALLAS_KERNEL_TARGETS.search(found.custom_call_target):
-        return "other" if NORM.search(found.origin) else "quantize"
-    name = _category_from_source(" ".join(part.origin for part in inside))
-    return "optimizer" if name == "mlp" and _category_from_source(found.origin) == "optimizer" else name
+    gemm_origins = [nested.origin for nested in instructions if _multiplies(nested)]
+    if gemm_origins:  # other instructions of a GEMM fusion may come from any source line
+        return "attention" if ATTENTION_SOURCE.search(" ".join(gemm_origins)) else "gemm"
+    if PALLAS_KERNEL_TARGETS.search(instruction.custom_call_target):
+        return "other" if NORM.search(instruction.origin) else "quantize"
+    category = _category_from_source(" ".join(nested.origin for nested in instructions))
+    return "optimizer" if category == "mlp" and _category_from_source(instruction.origin) == "optimizer" else category
 
 
 def _category_from_source(origins: str) -> str:
-    return next((name for name, pattern in ORIGINS if pattern.search(origins)), "other")
+    return next((category for category, pattern in ORIGINS if pattern.search(origins)), "other")
 
 
 def category_of_name(name: str) -> str:
-    """The category of a kernel of which only the name is known, as a library or a compiler gives it."""
+    """Returns the category of a kernel by the name that a library or compiler gives it, when nothing else is known."""
     if COMMUNICATION_NAME.search(name):
         return "communication"
     if ATTENTION_NAME.search(name):
@@ -210,10 +221,14 @@ def category_of_name(name: str) -> str:
     return "gemm" if GEMM_NAME.search(name) else "other"
 
 
-def is_collective_done(found: HloInstruction) -> bool:
-    """Whether this waits for a collective."""
-    return found.opcode.endswith("-done") and bool(COMMUNICATION_NAME.search(found.opcode))
+def is_collective_done(instruction: HloInstruction) -> bool:
+    """Returns True for an instruction that waits for a collective."""
+    return instruction.opcode.endswith("-done") and bool(COMMUNICATION_NAME.search(instruction.opcode))
 
 
-def _multiplies(part: HloInstruction) -> bool:
-    return part.opcode in DOT_OPCODES or is_mosaic_gemm(part) or bool(GEMM_NAME.search(part.custom_call_target))
+def _multiplies(instruction: HloInstruction) -> bool:
+    return (
+        instruction.opcode in DOT_OPCODES
+        or is_mosaic_gemm(instruction)
+        or bool(GEMM_NAME.search(instruction.custom_call_target))
+    )

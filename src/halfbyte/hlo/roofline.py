@@ -1,8 +1,8 @@
-"""How long each launch of a program should take on a device, as XLA's scheduler wants to be told.
+"""Estimate the duration of each launch of a program by a roofline, as a profile for XLA's scheduler.
 
-XLA gives every GEMM and every collective the same constant; in a layer of few and long ones it then waits for a
-reduce-scatter of 18 ms behind 4 ms of products. It takes a profile of an earlier run instead (PGLE), and no run is
-needed to make one: FLOPs and bytes over the rates that a device reaches are near enough to put things in order.
+XLA's scheduler gives every GEMM and every collective the same constant. In a layer of a 405B model it then waits for a
+reduce-scatter of 18 ms behind 4 ms of GEMMs. It also accepts the profile of an earlier run (PGLE). No run is needed for
+that: FLOPs and bytes over the achieved rates of a device are accurate enough for an ordering.
 """
 
 import collections
@@ -16,17 +16,19 @@ from halfbyte.hlo.hlo_text import HloInstruction, HloModule
 from halfbyte.hlo.memory_traffic import instruction_bytes
 from halfbyte.hlo.trip_counts import VALUE_PRESERVING_OPCODES, WeightedInstruction, execution_counts
 
-LAUNCH, ARRIVAL, FAR_ARRIVAL = 2e-6, 15e-6, 40e-6  # seconds at least: of a kernel, of a collective, over a network
-WEIGHT_AXES, COPIES = "fsdp", "data"  # axes over which weights travel, and along which they are the same
-TOKEN_AXES = ("tensor", "context", "expert")  # over which travels what is made of tokens
+LAUNCH, ARRIVAL, FAR_ARRIVAL = 2e-6, 15e-6, 40e-6  # latency in s: kernel, collective on NVLink, over the network
+WEIGHT_AXES, COPIES = "fsdp", "data"  # mesh axes: weights are sharded over the first, replicated over the second
+TOKEN_AXES = ("tensor", "context", "expert")  # mesh axes of collectives of activations
 GATHER, SCATTER = "all-gather", "reduce-scatter"  # of weights, of their gradients
-LINEARS_PER_MLP, LINEARS_PER_LAYER = 3, 7  # of an MLP, of a layer
+LINEARS_PER_MLP, LINEARS_PER_LAYER = 3, 7
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Rates that a device reaches: FLOP/s by format of GEMM, of attention forward and backward; bytes/s of its memory,
-    of its link one way and of its network card; and how many devices the link joins.
+    """Achieved rates of a device.
+
+    `gemm` is FLOP/s by GEMM format, `attention` FLOP/s forward and backward. `memory`, `nvlink_bandwidth` (one
+    direction) and `network_bandwidth` (of its network card) are bytes/s. `nvlink_domain_size` counts devices.
     """
 
     gemm: Mapping[str, float]
@@ -36,16 +38,21 @@ class Roofline:
     network_bandwidth: float
     nvlink_domain_size: int
 
-    def collective_seconds(self, found: Collective, mesh: Mapping[str, int]) -> float:
-        """Seconds of one call: what leaves a domain goes through as many network cards as it has members there."""
-        inner = self._within(found.axes, mesh)
-        if inner == found.group_size:
-            return found.wire_bytes_per_call / self.nvlink_bandwidth + ARRIVAL
-        leaves = network_bytes(found.kind, found.array_bytes_per_call, inner, found.group_size // inner)
-        return max(found.wire_bytes_per_call / self.nvlink_bandwidth, leaves / self.network_bandwidth) + FAR_ARRIVAL
+    def collective_seconds(self, collective: Collective, mesh: Mapping[str, int]) -> float:
+        """Returns the seconds of one call. Bytes that leave an NVLink domain use the cards of all members in it."""
+        inner = self._within(collective.axes, mesh)
+        if inner == collective.group_size:
+            return collective.wire_bytes_per_call / self.nvlink_bandwidth + ARRIVAL
+        network_sent = network_bytes(
+            collective.kind, collective.array_bytes_per_call, inner, collective.group_size // inner
+        )
+        return (
+            max(collective.wire_bytes_per_call / self.nvlink_bandwidth, network_sent / self.network_bandwidth)
+            + FAR_ARRIVAL
+        )
 
     def _within(self, axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
-        """Members of a group that the link joins. Devices stand in the order of the mesh, the last axis inside."""
+        """Returns the group members within one NVLink domain, for devices in mesh order with the last axis fastest."""
         inner, stride = 1, 1
         for axis, size in reversed(list(mesh.items())):
             inner *= min(size, max(self.nvlink_domain_size // stride, 1)) if axis in axes else 1
@@ -54,83 +61,106 @@ class Roofline:
 
 
 def instruction_costs_us(program: HloModule, mesh: Mapping[str, int], roofline: Roofline) -> dict[str, float]:
-    """Microseconds of every launch, by its name. Raises HloParseError for a program that cannot be read."""
-    found = _transfer_seconds(program, find_collectives(program, mesh), mesh, roofline)
+    """Returns instruction name -> microseconds for every launch. Raises HloParseError for an unreadable program."""
+    seconds_by_name = _transfer_seconds(program, find_collectives(program, mesh), mesh, roofline)
     for launch in execution_counts(program):
-        each = launch.instruction
-        if not collective_kind(each) and not each.opcode.endswith("-done"):
-            found.setdefault(each.name, max(_instruction_seconds(program, each, roofline), LAUNCH))
-    return {name: round(1e6 * seconds, 3) for name, seconds in found.items()}
+        instruction = launch.instruction
+        if not collective_kind(instruction) and not instruction.opcode.endswith("-done"):
+            seconds_by_name.setdefault(
+                instruction.name, max(_instruction_seconds(program, instruction, roofline), LAUNCH)
+            )
+    return {name: round(1e6 * duration, 3) for name, duration in seconds_by_name.items()}
 
 
 def _transfer_seconds(
-    program: HloModule, sent: list[Collective], mesh: Mapping[str, int], roofline: Roofline
+    program: HloModule, collectives: list[Collective], mesh: Mapping[str, int], roofline: Roofline
 ) -> dict[str, float]:
-    """Seconds of every collective, on a link that XLA does not know of. A layer waits for what is made of its tokens,
-    and weights that are under way have the link when that is through: XLA would else put all of them where a layer
-    stands still, beside what it stands still for. Not so in turns in which gradients travel over `data` as well:
-    weights that are thought late leave them no room.
+    """Returns the seconds of every collective for XLA's profile, which allow for a link that XLA does not model.
 
-    Gradients that are scattered in the turn of a layer that makes them have the rest of it, and the link to themselves:
-    those of an MLP's three linears travel together, and weights that are gathered for the next turn are told to be
-    there when all are, so that they leave before. A loop over microbatches is no turn of a layer, whether its layers
-    are a loop inside it or one after the other.
+    A layer waits for the collectives over its token axes. XLA would start all-gathers and reduce-scatters of weights
+    during that wait, as if the link were free. So the profile adds the time of the token collectives in the same loop
+    body to each collective of weights. It does not in bodies that also reduce gradients over `data`, which would then
+    have to wait: the modelled step got longer (docs/LOG.md, "Weights that travel while a layer stands still").
+
+    If a loop body reduce-scatters the gradients that it computes itself, those of the three linears of an MLP share the
+    link: each takes three times as long. All-gathers for the next iteration take as long as all collectives of weights
+    together, so that XLA starts them earlier. This applies to the body of a loop over layers. A loop over microbatches
+    is recognized by a loop inside or by the scatters of more than one layer.
     """
-    alone = {each.instruction.name: roofline.collective_seconds(each, mesh) for each in sent}
-    found = dict(alone)
-    copies = [each for each in sent if COPIES in each.axes and WEIGHT_AXES not in each.axes]  # of gradients
-    crowded = {each.instruction.computation for each in copies}
-    weights = [each for each in sent if WEIGHT_AXES in each.axes and COPIES not in each.axes]  # over both: maxima
-    first, together = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
-    for each in sent:
-        if set(each.axes) & set(TOKEN_AXES) and each not in copies:
-            first[each.instruction.computation] += alone[each.instruction.name]
-    for each in weights:
-        together[each.instruction.computation] += alone[each.instruction.name]
-    here = [
-        each.instruction for each in weights if each.kind == SCATTER and not _is_loop_carried(program, each.instruction)
-    ]
-    scattered = collections.Counter(each.computation for each in here)
-    own_turn = {
-        place
-        for place, count in scattered.items()
-        if count <= LINEARS_PER_LAYER and _is_innermost_loop_body(program, place)
+    link_seconds = {
+        collective.instruction.name: roofline.collective_seconds(collective, mesh) for collective in collectives
     }
-    for each in weights:
-        name, place = each.instruction.name, each.instruction.computation
-        shared = {GATHER: together[place], SCATTER: LINEARS_PER_MLP * alone[name]} if place in own_turn else {}
-        if place not in crowded:
-            found[name] = first[place] + shared.get(each.kind, alone[name])
-    return found
+    profile_seconds = dict(link_seconds)
+    over_replicas = [
+        collective for collective in collectives if COPIES in collective.axes and WEIGHT_AXES not in collective.axes
+    ]
+    crowded = {collective.instruction.computation for collective in over_replicas}
+    weights = [  # without collectives over both axes, which reduce amaxes
+        collective for collective in collectives if WEIGHT_AXES in collective.axes and COPIES not in collective.axes
+    ]
+    token_seconds = collections.defaultdict[str, float](float)
+    weight_seconds = collections.defaultdict[str, float](float)
+    for collective in collectives:
+        if set(collective.axes) & set(TOKEN_AXES) and collective not in over_replicas:
+            token_seconds[collective.instruction.computation] += link_seconds[collective.instruction.name]
+    for collective in weights:
+        weight_seconds[collective.instruction.computation] += link_seconds[collective.instruction.name]
+    own_iteration_scatters = [
+        collective.instruction
+        for collective in weights
+        if collective.kind == SCATTER and not _is_loop_carried(program, collective.instruction)
+    ]
+    scatters_per_computation = collections.Counter(scatter.computation for scatter in own_iteration_scatters)
+    own_iteration_bodies = {
+        computation
+        for computation, count in scatters_per_computation.items()
+        if count <= LINEARS_PER_LAYER and _is_innermost_loop_body(program, computation)
+    }
+    for collective in weights:
+        name, computation = collective.instruction.name, collective.instruction.computation
+        shared = (
+            {GATHER: weight_seconds[computation], SCATTER: LINEARS_PER_MLP * link_seconds[name]}
+            if computation in own_iteration_bodies
+            else {}
+        )
+        if computation not in crowded:
+            profile_seconds[name] = token_seconds[computation] + shared.get(collective.kind, link_seconds[name])
+    return profile_seconds
 
 
-def _is_innermost_loop_body(program: HloModule, place: str) -> bool:
-    """Whether a computation is a loop's that has no loop inside."""
-    return place != program.entry and all(each.opcode != "while" for each in program.computations[place])
+def _is_innermost_loop_body(program: HloModule, computation: str) -> bool:
+    """Returns True unless a computation is the entry or contains a loop."""
+    return computation != program.entry and all(
+        instruction.opcode != "while" for instruction in program.computations[computation]
+    )
 
 
-def _is_loop_carried(program: HloModule, sent: HloInstruction) -> bool:
-    """Whether a collective sends what an earlier turn has handed to this one, be it a copy that is out of the way of
-    what this one hands on."""
+def _is_loop_carried(program: HloModule, collective: HloInstruction) -> bool:
+    """Returns True if a collective sends values of an earlier iteration: parameters of the body, or copies.
 
-    def handed(found: HloInstruction) -> bool:
-        views = found.opcode in (*VALUE_PRESERVING_OPCODES, "get-tuple-element")
-        return handed(program.operand(found, 0)) if views else found.opcode == "parameter"
+    XLA copies a parameter while the buffer of the loop carry is overwritten for the next iteration.
+    """
 
-    return all(handed(program.operand(sent, at)) for at in range(len(sent.operands)))
+    def is_parameter(value: HloInstruction) -> bool:
+        is_view = value.opcode in (*VALUE_PRESERVING_OPCODES, "get-tuple-element")
+        return is_parameter(program.operand(value, 0)) if is_view else value.opcode == "parameter"
+
+    return all(is_parameter(program.operand(collective, index)) for index in range(len(collective.operands)))
 
 
-def to_profile_proto(found: Mapping[str, float]) -> str:
+def to_profile_proto(costs_us: Mapping[str, float]) -> str:
     """Returns `instruction_costs_us` as the text of XLA's ProfiledInstructionsProto."""
-    return "".join(f'costs {{ name: "{name}" cost_us: {microseconds} }}\n' for name, microseconds in found.items())
+    return "".join(
+        f'costs {{ name: "{instruction}" cost_us: {microseconds} }}\n' for instruction, microseconds in costs_us.items()
+    )
 
 
-def _instruction_seconds(program: HloModule, found: HloInstruction, roofline: Roofline) -> float:
-    launch = WeightedInstruction(found, 1)
-    for each in attention_call_of(program, launch):
-        return each.flops_per_call / roofline.attention[each.num_gemms == BACKWARD_GEMMS]
-    products = [
+def _instruction_seconds(program: HloModule, instruction: HloInstruction, roofline: Roofline) -> float:
+    launch = WeightedInstruction(instruction, 1)
+    for call in attention_call_of(program, launch):
+        return call.flops_per_call / roofline.attention[call.num_gemms == BACKWARD_GEMMS]
+    gemm_seconds = [
         gemm.flops_per_call / roofline.gemm.get(gemm.format, roofline.gemm["bf16"])
         for gemm in gemms_of_instruction(program, launch)
     ]
-    return math.fsum(products) if products else sum(instruction_bytes(program, found)) / roofline.memory
+    return math.fsum(gemm_seconds) if gemm_seconds else sum(instruction_bytes(program, instruction)) / roofline.memory

@@ -1,8 +1,8 @@
-"""Where a step's time goes, from an xprof trace: GEMM, quantize, attention, communication, other, idle.
+"""Break the step time of an xprof trace down into GEMM, quantize, attention, other, communication and idle.
 
-A trace names the HLO instruction of every event. The compiled program says what that instruction is: its opcode, what
-its fusion contains, and the lines of source it came from. Time is counted on one device's timeline, each moment once:
-computation first, then the communication that no computation hides, then idle. So the parts add up to the wall time.
+A trace names the HLO instruction of every event. The compiled program has the rest: its opcode, the instructions of
+its fusion, and the source lines. Each moment of one device's timeline counts once: as computation, else as exposed
+communication, else as idle. The fractions therefore add up to the wall time.
 """
 
 import re
@@ -16,14 +16,13 @@ from halfbyte.hlo.memory_traffic import CONTAINERS, category_of_name, op_categor
 
 TIME_CATEGORIES = ("gemm", "quantize", "attention", "other", "communication", "idle")
 DISPLAY_CATEGORY = {"mlp": "other", "optimizer": "other"}
-STREAM = "Stream"  # lines of a GPU's plane that hold kernels; others repeat them, grouped by step or module
+STREAM = "Stream"  # prefix of a GPU plane's lines that hold kernels; the other lines repeat them by step or module
 TimeInterval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that a device did: the HLO instruction and its module if the trace names them, and the kernel's own
-    name. Seconds."""
+    """One event of a device: HLO instruction and module if the trace names them, kernel name, start and stop in s."""
 
     instruction: str
     kernel: str
@@ -33,35 +32,38 @@ class TraceEvent:
 
 
 class EventClassifier:
-    """From an event to its category: by the instruction that the trace names, by the instruction that a kernel is
-    named after (XLA writes `fusion.3` as `fusion_3`), or by what libraries call their kernels. Every program has a
-    `fusion.3`: an event of another module is placed by its kernel alone."""
+    """Map an event to the category of its HLO instruction.
+
+    The instruction is the one that the trace names, else the one that the kernel is named after (XLA writes `fusion.3`
+    as `fusion_3`), else the names of library kernels decide. An event of another module is classified only by its
+    kernel name, because every program has a `fusion.3`.
+    """
 
     def __init__(self, program: HloModule):
         self._program = program
-        self._kernels = {_kernel_name(name): found for name, found in program.instructions.items()}
+        self._kernels = {_kernel_name(name): instruction for name, instruction in program.instructions.items()}
         self._known: dict[tuple[str, str, str], str | None] = {}
 
     def __call__(self, event: TraceEvent) -> str | None:
-        """One of the program's categories; None for an event that only contains others."""
+        """Returns one of OP_CATEGORIES; None for an event that only contains others."""
         key = event.module, event.instruction, event.kernel
         if key not in self._known:
             self._known[key] = self._classify(event)
         return self._known[key]
 
     def _classify(self, event: TraceEvent) -> str | None:
-        module = event.module.partition("(")[0]  # some traces add the program's number
+        module = event.module.partition("(")[0]  # some traces append the program id
         if module and self._program.name and module != self._program.name:
             return category_of_name(event.kernel)
-        named = self._program.instructions.get(event.instruction)
-        if named is not None and named.opcode not in CONTAINERS:
-            return op_category(self._program, named)
-        found = self._kernels.get(_kernel_name(event.kernel))
-        return op_category(self._program, found) if found else category_of_name(event.kernel)
+        instruction = self._program.instructions.get(event.instruction)
+        if instruction is not None and instruction.opcode not in CONTAINERS:
+            return op_category(self._program, instruction)
+        namesake = self._kernels.get(_kernel_name(event.kernel))
+        return op_category(self._program, namesake) if namesake else category_of_name(event.kernel)
 
 
 def merge_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
-    """Disjoint intervals, in order, that cover the same points."""
+    """Returns the union as disjoint intervals in ascending order."""
     merged: list[TimeInterval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -72,32 +74,33 @@ def merge_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
 
 
 def union_length(intervals: Iterable[TimeInterval]) -> float:
-    """Length of the union."""
+    """Returns the length of the union of intervals."""
     return sum(stop - start for start, stop in merge_intervals(intervals))
 
 
 def time_fractions(busy: Mapping[str, list[TimeInterval]], window: TimeInterval) -> dict[str, float]:
-    """Part of `window` spent in each category, each moment counted once, in the order of TIME_CATEGORIES; they add up
-    to 1.
+    """Returns the fraction of `window` spent in each category; the fractions add up to 1.
+
+    A moment that several categories cover counts for the first of them in TIME_CATEGORIES.
     """
-    total, known, seen = window[1] - window[0], 0.0, []
-    result = {}
-    for name in TIME_CATEGORIES[:-1]:
-        seen += busy.get(name, [])
-        reached = union_length(seen)
-        result[name], known = (reached - known) / total, reached
-    return {**result, "idle": max(0.0, 1 - known / total)}
+    total, covered, intervals = window[1] - window[0], 0.0, []
+    fractions = {}
+    for category in TIME_CATEGORIES[:-1]:
+        intervals += busy.get(category, [])
+        now_covered = union_length(intervals)
+        fractions[category], covered = (now_covered - covered) / total, now_covered
+    return {**fractions, "idle": max(0.0, 1 - covered / total)}
 
 
 def device_events(trace: Path) -> dict[str, list[TraceEvent]]:
-    """What each device did. On a GPU every event of its streams; on a CPU the events that name an HLO instruction.
+    """Returns the events of each device: on a GPU those of its streams, on a CPU those that name an HLO instruction.
 
-    Kernels that run inside a CUDA graph may name no instruction; they are found by their own names.
+    Kernels inside a CUDA graph may name no instruction; they are classified by their kernel names.
     """
     from jax.profiler import ProfileData
 
-    found: dict[str, list[TraceEvent]] = {}
-    profile = ProfileData.from_file(str(trace))  # held by name: its planes do not keep it alive
+    events: dict[str, list[TraceEvent]] = {}
+    profile = ProfileData.from_file(str(trace))  # a variable, because the planes do not keep the profile alive
     for plane in profile.planes:
         for line in plane.lines:
             stream = plane.name.startswith("/device:") and line.name.startswith(STREAM)
@@ -107,22 +110,22 @@ def device_events(trace: Path) -> dict[str, list[TraceEvent]]:
                     device = plane.name if stream else f"{plane.name}:{stats.get('device_ordinal', 0)}"
                     span = (event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
                     name, module = (str(stats.get(field, "")) for field in ("hlo_op", "hlo_module"))
-                    found.setdefault(device, []).append(TraceEvent(name, event.name, *span, module=module))
-    return found
+                    events.setdefault(device, []).append(TraceEvent(name, event.name, *span, module=module))
+    return events
 
 
 def step_time_breakdown(trace: Path, program_text: str) -> dict[str, float]:
-    """Shares of the traced steps' time on the first device of a trace; empty if the trace holds no device events."""
+    """Returns the time fractions of the traced steps on the first device; empty if the trace has no device events."""
     by_device = device_events(trace)
     if not by_device:
         return {}
     events = by_device[min(by_device)]
-    place = EventClassifier(parse_hlo(program_text))
+    classify = EventClassifier(parse_hlo(program_text))
     busy: dict[str, list[TimeInterval]] = {}
     for event in events:
-        name = place(event)
-        if name is not None:
-            busy.setdefault(DISPLAY_CATEGORY.get(name, name), []).append((event.start, event.stop))
+        category = classify(event)
+        if category is not None:
+            busy.setdefault(DISPLAY_CATEGORY.get(category, category), []).append((event.start, event.stop))
     return time_fractions(busy, (min(event.start for event in events), max(event.stop for event in events)))
 
 
