@@ -1,4 +1,4 @@
-"""What a plan knows of a step before it asks how long it takes: from the compiled program, or from the config alone."""
+"""Profile a step without times: events, memory and FLOPs, from the compiled program or only from the config."""
 
 import contextlib
 import dataclasses
@@ -34,53 +34,62 @@ from halfbyte.train import TrainConfig, abstract_state, phases, run_mesh
 from halfbyte.train.preflight import run_preflight, shard_bytes
 from halfbyte.train.train_step import compiler_options
 
-NATIVE_GEMM_KINDS = ("block-scaled", "mosaic")  # who multiplies codes as they are: a library, or our kernel of experts
-PROGRESS_INTERVAL_S = 15.0  # seconds between two signs of life
-FLAGS = "recommended"  # of XLA, which `train` sets
+NATIVE_GEMM_KINDS = ("block-scaled", "mosaic")  # HloGemm.kind of GEMMs over codes: cuDNN's, and the grouped kernel
+PROGRESS_INTERVAL_S = 15.0  # seconds between two progress lines
+FLAGS = "recommended"  # the XLA flag set that `train` uses by default
 
 
 @dataclasses.dataclass(frozen=True)
 class StepProfile:
-    """One device's part of a step."""
+    """Events, memory and FLOPs of one device in a step."""
 
     compiled: bool
     events: tuple[StepEvent, ...]
     memory: Mapping[str, float]
     """Bytes by category."""
     needed_flops: float
-    """Of the GEMMs of linears and routers."""
+    """FLOPs that the GEMMs of linears and routers need."""
     filling_flops: float
-    """Of rows that only fill tiles up: experts', and those of block-scaled GEMMs."""
+    """FLOPs of padding rows in tiles, of expert GEMMs and of block-scaled GEMMs."""
     native: int
-    """Native FP4 GEMMs of a step, experts' too."""
+    """Calls of native FP4 GEMMs, including those of experts."""
     native_expected: int
     compulsory: float | None
-    """Bytes that operands must move; None where nobody can say."""
+    """Bytes that quantized operands must move; None if `compulsory_bytes` does not apply."""
 
     @property
     def gemm_flops(self) -> float:
-        """Multiplied by the linears' GEMMs in a step."""
-        return sum(times * each.flops for each, times in self._linears())
+        """Returns the FLOPs of the linears' GEMMs in a step."""
+        return sum(times * event.flops for event, times in self._linears())
 
     @property
     def remade_flops(self) -> float:
-        """Of these, what XLA multiplies again for want of memory: all but the first of an instruction's copies, which
-        it names so."""
-        first: dict[str, str] = {}
-        made = ((first.setdefault(e.name.partition(".remat")[0], e.name), e, times) for e, times in self._linears())
-        return sum(times * each.flops for earliest, each, times in made if earliest != each.name)
+        """Returns the GEMM FLOPs that XLA's rematerialization repeats to save memory.
+
+        XLA names the copies of an instruction `NAME.remat...`; all but the first count.
+        """
+        first_copy: dict[str, str] = {}
+        copies = (
+            (first_copy.setdefault(event.name.partition(".remat")[0], event.name), event, times)
+            for event, times in self._linears()
+        )
+        return sum(times * event.flops for original, event, times in copies if original != event.name)
 
     def _linears(self) -> Iterator[tuple[StepEvent, int]]:
-        return ((e, times) for e, times in iter_events(self.events) if e.what == "gemm" and e.purpose != "attention")
+        return (
+            (event, times)
+            for event, times in iter_events(self.events)
+            if event.what == "gemm" and event.purpose != "attention"
+        )
 
     @property
     def operand_bytes(self) -> float:
-        """Moved to make operands."""
-        return sum(times * each.moved for each, times in iter_events(self.events) if each.purpose == "operands")
+        """Returns the bytes that quantize passes move."""
+        return sum(times * event.moved for event, times in iter_events(self.events) if event.purpose == "operands")
 
     @property
     def bytes_needed(self) -> float:
-        """Of a device's memory."""
+        """Returns the bytes of device memory, all categories together."""
         return sum(self.memory.values())
 
 
@@ -90,64 +99,65 @@ def can_compile() -> bool:
 
 
 def profile_step(
-    config: TrainConfig, on: ClusterModel, flags: str = FLAGS, *, say: Callable[[str], None]
+    config: TrainConfig, cluster: ClusterModel, flags: str = FLAGS, *, say: Callable[[str], None]
 ) -> StepProfile:
-    """The step of `config` on `on`: compiled with a set of flags, or from the config where the plugin is missing or no
-    program can fit.
+    """Returns the profile of the step of `config` on `cluster`, compiled with a set of XLA flags and cached on disk.
+
+    It is computed from the config instead if the compiler plugin is missing or no program can fit.
     """
-    if not can_compile() or analytic_step.memory_floor(config) > on.usable_bytes:
-        return profile_from_config(config, on)
+    if not can_compile() or analytic_step.memory_floor(config) > cluster.usable_bytes:
+        return profile_from_config(config, cluster)
 
-    def make() -> dict[str, Any]:
+    def compile_profile() -> dict[str, Any]:
         with report_compile_progress(
-            f"{config.name} in {config.recipe} on {on.count} {on.device.name} ({config.mesh})", say
+            f"{config.name} in {config.recipe} on {cluster.count} {cluster.device.name} ({config.mesh})", say
         ):
-            return dataclasses.asdict(profile_compiled_step(config, on, flags))
+            return dataclasses.asdict(profile_compiled_step(config, cluster, flags))
 
-    found = cached_json("plan", profile_cache_key(config, on, flags), make, say=say)
-    return StepProfile(**{**found, "events": tuple(event_from_json(each) for each in found["events"])})
-
-
-def is_profile_cached(config: TrainConfig, on: ClusterModel) -> bool:
-    """Returns True if `profile_step` would answer without compiling."""
-    return is_cached("plan", profile_cache_key(config, on))
+    profile = cached_json("plan", profile_cache_key(config, cluster, flags), compile_profile, say=say)
+    return StepProfile(**{**profile, "events": tuple(event_from_json(event) for event in profile["events"])})
 
 
-def profile_cache_key(config: TrainConfig, on: ClusterModel, flags: str = FLAGS) -> dict[str, Any]:
-    """Returns all that a profile depends on, besides source and versions."""
-    return {"config": dataclasses.asdict(config), "on": str(on), "flags": flags}
+def is_profile_cached(config: TrainConfig, cluster: ClusterModel) -> bool:
+    """Returns True if `profile_step` would return without compiling."""
+    return is_cached("plan", profile_cache_key(config, cluster))
+
+
+def profile_cache_key(config: TrainConfig, cluster: ClusterModel, flags: str = FLAGS) -> dict[str, Any]:
+    """Returns everything that a profile depends on, except source and versions (the cache adds those)."""
+    return {"config": dataclasses.asdict(config), "on": str(cluster), "flags": flags}
 
 
 @contextlib.contextmanager
 def report_compile_progress(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Says that `what` is compiled, at its beginning, every few seconds, and at its end."""
-    begun, ended = time.monotonic(), threading.Event()
+    """Report through `say` that `what` is compiled: at the start, every PROGRESS_INTERVAL_S and at the end."""
+    start, ended = time.monotonic(), threading.Event()
 
-    def beat() -> None:
+    def report() -> None:
         while not ended.wait(PROGRESS_INTERVAL_S):
-            say(f"  ... {time.monotonic() - begun:.0f} s")
+            say(f"  ... {time.monotonic() - start:.0f} s")
 
     say(f"compiling {what} ...")
-    beating = threading.Thread(target=beat, daemon=True)
-    beating.start()
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
     try:
         yield
-        say(f"  compiled and read in {time.monotonic() - begun:.0f} s")
+        say(f"  compiled and read in {time.monotonic() - start:.0f} s")
     finally:
         ended.set()
-        beating.join()
+        reporter.join()
 
 
-def profile_from_config(config: TrainConfig, on: ClusterModel) -> StepProfile:
-    """What shapes alone say."""
-    linears = planned_gemms(config, on.device)
+def profile_from_config(config: TrainConfig, cluster: ClusterModel) -> StepProfile:
+    """Returns the analytic profile, computed from shapes only."""
+    linears = planned_gemms(config, cluster.device)
     native = fp4_calls(linears)
     return StepProfile(
         compiled=False,
-        events=analytic_step.analytic_step_events(config, on, linears),
+        events=analytic_step.analytic_step_events(config, cluster, linears),
         memory=analytic_step.analytic_memory(config),
-        needed_flops=required_gemm_flops(config) / on.count,
-        filling_flops=_padding_flops(config, on),
+        needed_flops=required_gemm_flops(config) / cluster.count,
+        filling_flops=_padding_flops(config, cluster),
         native=native,
         native_expected=native,
         compulsory=_compulsory(config),
@@ -155,7 +165,7 @@ def profile_from_config(config: TrainConfig, on: ClusterModel) -> StepProfile:
 
 
 def required_gemm_flops(config: TrainConfig) -> float:
-    """GEMM FLOPs of a whole step; of a recipe that multiplies x in two pieces both."""
+    """Returns the GEMM FLOPs of a step on all devices, including the second fprop GEMM of two-term recipes."""
     sites = {site.path: site.flops / 3 / config.model.layers for site in
              models.linear_shapes(config.model, config.batch, config.seq)}  # fmt: skip
     total = float(sum(needed_flops(config).values()))
@@ -167,43 +177,46 @@ def required_gemm_flops(config: TrainConfig) -> float:
     return total
 
 
-def profile_compiled_step(config: TrainConfig, on: ClusterModel, flags: str = FLAGS) -> StepProfile:
-    """The trainer's own step, compiled with the flags that `train` sets, or another set of them, and read."""
-    mesh = run_mesh(config, np.array(topology(on.device, hosts=on.hosts, per_host=on.per_host).devices))
-    run_preflight(config, mesh, seq=config.seq, device=on.device, memory=None)
-    own = compiler_options(config, mesh, phases(config)[0].resolved(config)) or {}
-    options = {each.name: each.option for each in with_installed_names(FLAG_SETS[flags]) if each.name not in own}
-    with ops.compile_for(on.device), target_cudnn():
-        return parse_compiled_step(compile_step(config, mesh, seq=config.seq, options=options), config, mesh, on)
+def profile_compiled_step(config: TrainConfig, cluster: ClusterModel, flags: str = FLAGS) -> StepProfile:
+    """Compile the trainer's step with a set of XLA flags and return its profile."""
+    mesh = run_mesh(config, np.array(topology(cluster.device, hosts=cluster.hosts, per_host=cluster.per_host).devices))
+    run_preflight(config, mesh, seq=config.seq, device=cluster.device, memory=None)
+    step_options = compiler_options(config, mesh, phases(config)[0].resolved(config)) or {}
+    options = {
+        flag.name: flag.option for flag in with_installed_names(FLAG_SETS[flags]) if flag.name not in step_options
+    }
+    with ops.compile_for(cluster.device), target_cudnn():
+        return parse_compiled_step(compile_step(config, mesh, seq=config.seq, options=options), config, mesh, cluster)
 
 
-def parse_compiled_step(made: Any, config: TrainConfig, mesh: Mesh, on: ClusterModel) -> StepProfile:
+def parse_compiled_step(compiled: Any, config: TrainConfig, mesh: Mesh, cluster: ClusterModel) -> StepProfile:
     """Returns the profile of a compiled step. Raises HloParseError for an instruction that cannot be interpreted."""
-    program, state = parse_hlo(made.as_text()), abstract_state(config, mesh)
-    weights, load = shard_bytes(state.params), balanced_expert_load(config, on.count)
-    multiplied = find_gemms(program, turns=load.trip_count, branches=load.branches)
-    linears = planned_gemms(config, on.device)
+    program, state = parse_hlo(compiled.as_text()), abstract_state(config, mesh)
+    weights, load = shard_bytes(state.params), balanced_expert_load(config, cluster.count)
+    gemms = find_gemms(program, turns=load.trip_count, branches=load.branches)
+    linears = planned_gemms(config, cluster.device)
     return StepProfile(
         compiled=True,
-        events=events_of_program(program, dict(mesh.shape), axes_across_racks(config.mesh, on), load),
-        memory=_memory(made.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
-        needed_flops=required_gemm_flops(config) / on.count,
-        filling_flops=_padding_flops(config, on) + sum(each.padding_flops for each in linears),
-        native=sum(
-            each.execution_count for each in multiplied if each.kind in NATIVE_GEMM_KINDS and each.format == "fp4"
-        ),
+        events=events_of_program(program, dict(mesh.shape), axes_across_racks(config.mesh, cluster), load),
+        memory=_memory(compiled.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
+        needed_flops=required_gemm_flops(config) / cluster.count,
+        filling_flops=_padding_flops(config, cluster) + sum(gemm.padding_flops for gemm in linears),
+        native=sum(gemm.execution_count for gemm in gemms if gemm.kind in NATIVE_GEMM_KINDS and gemm.format == "fp4"),
         native_expected=fp4_calls(linears),
         compulsory=_compulsory(config),
     )
 
 
-def _padding_flops(config: TrainConfig, on: ClusterModel) -> float:
+def _padding_flops(config: TrainConfig, cluster: ClusterModel) -> float:
     needed = sum(flops for path, flops in needed_flops(config).items() if path in EXPERT_LINEARS)
-    return (balanced_expert_load(config, on.count).filled - 1) * needed / on.count
+    return (balanced_expert_load(config, cluster.count).filled - 1) * needed / cluster.count
 
 
 def _compulsory(config: TrainConfig) -> float | None:
-    """Of formats in blocks: with one scale a tensor, the compiler fuses away bytes that this count holds compulsory."""
+    """Returns `compulsory_bytes`; None without quantized linears, with per-tensor formats, or with accumulation.
+
+    With per-tensor scales XLA fuses away some of the bytes that `compulsory_bytes` counts.
+    """
     segments = phases(config)[0].resolved(config).segments
     blocks = [r.fprop_x.format.block for segment in segments for r in segment.recipes.values() if r.quantized]
     if not blocks or None in blocks or config.accumulate > 1:
@@ -211,32 +224,47 @@ def _compulsory(config: TrainConfig) -> float | None:
     return compulsory_bytes(config, total_axis_sizes(parse_mesh(config.mesh)))
 
 
-def _memory(found: Any, program: HloModule, config: TrainConfig, *, weights: int, state: int) -> dict[str, float]:
-    """XLA's total by category. Weights and optimizer are exact, residuals are the stacks that the forward loop hands to
-    the backward loop, workspace the largest scratch of a library; activations are the rest.
+def _memory(analysis: Any, program: HloModule, config: TrainConfig, *, weights: int, state: int) -> dict[str, float]:
+    """Returns XLA's total memory by category.
+
+    Weights and optimizer are exact. Residuals are the stacks that the forward loop writes for the backward loop,
+    workspace is the largest scratch buffer of a library call, and activations are the remainder.
     """
-    total = found.argument_size_in_bytes + found.temp_size_in_bytes
-    total += found.output_size_in_bytes - found.alias_size_in_bytes
-    rest = max(total - state, 0)
-    gradients = min(weights, rest)
-    residuals = min(_stacked_residual_bytes(program, config.model.layers), rest - gradients)
-    scratch = (a.bytes for f in program.instructions.values() if f.opcode == "custom-call" for a in f.results[1:])
-    workspace = min(max(scratch, default=0), rest - gradients - residuals)
+    total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    total += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    other = max(total - state, 0)
+    gradients = min(weights, other)
+    residuals = min(_stacked_residual_bytes(program, config.model.layers), other - gradients)
+    scratch = (
+        array.bytes
+        for call in program.instructions.values()
+        if call.opcode == "custom-call"
+        for array in call.results[1:]
+    )
+    workspace = min(max(scratch, default=0), other - gradients - residuals)
     return {
         "weights": weights,
         "optimizer": state - weights,
         "gradients": gradients,
         "residuals": residuals,
-        "activations": rest - gradients - residuals - workspace,
+        "activations": other - gradients - residuals - workspace,
         "workspace": workspace,
     }
 
 
 def _stacked_residual_bytes(program: HloModule, layers: int) -> int:
-    """Bytes of what a loop over layers keeps of all of them and was not given: no array of the step's state has that
-    shape (which leaves out weights, moments and gradients).
+    """Returns the bytes of the largest set of stacked arrays [layers, ...] that a loop outputs.
+
+    Arrays with the shape and dtype of a program input are left out: they are weights, moments and gradients.
     """
     entry = program.computations[program.entry]
-    given = {array for found in entry if found.opcode == "parameter" for array in found.results}
-    loops = [[a for a in found.results if a not in given] for found in entry if found.opcode == "while"]
-    return max((sum(a.bytes for a in made if len(a.dims) > 2 and a.dims[0] == layers) for made in loops), default=0)
+    inputs = {array for instruction in entry if instruction.opcode == "parameter" for array in instruction.results}
+    loops = [
+        [array for array in instruction.results if array not in inputs]
+        for instruction in entry
+        if instruction.opcode == "while"
+    ]
+    return max(
+        (sum(array.bytes for array in outputs if len(array.dims) > 2 and array.dims[0] == layers) for outputs in loops),
+        default=0,
+    )

@@ -1,10 +1,11 @@
-"""Bytes that a step must move to make the operands of its quantized GEMMs.
+"""Count the bytes that a step must move to quantize the operands of its GEMMs.
 
-For one device each source tensor is read once for its maxima, if its format has a scale of the tensor, and
-once for its codes, and each code and scale that a GEMM or the backward pass reads is written once. Sources are x and dy
-of each linear in bfloat16 (one x for q, k and v, one for gate and up), and the float32 master of a weight where it
-rests; where the passes hold the MLP's activation, g and u for h, and g, u and dh for their gradients. What the stated
-remat repeats counts again. A program moves more: the compiler adds sums and casts to the same kernels.
+On one device each source tensor is read once for its amax, if its format has a per-tensor scale, and once for its
+codes. Each code and scale that a GEMM or the backward pass reads is written once. Sources are x and dy of each linear
+in bfloat16 (q, k and v share an x, gate and up another), and the float32 master of a weight, as it is sharded. If the
+quantize passes fuse the MLP's activation, the sources are g and u for h, and g, u and dh for their gradients. What the
+remat policy repeats counts once more. A program moves more bytes, because XLA fuses sums and casts into the same
+kernels.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from halfbyte.recipes import OperandPolicy, Recipe
 from halfbyte.train import TrainConfig, phases
 
 BF16_BYTES, FLOAT32_BYTES = 2, 4
-NO_REMAT_POLICIES = ("none", "dots")  # remat that keeps operands for the backward pass
+NO_REMAT_POLICIES = ("none", "dots")  # remat policies that save operands for the backward pass
 GATE, UP, DOWN = MLP_PATHS = tuple(f"layers/mlp/{name}" for name in ("gate", "up", "down"))
 OF_EXPERTS, OF_SHARED = (tuple(f"layers/mlp/{name}" for name in names) for names in (EXPERT_SITES, SHARED_SITES))
 SHARED_INPUT_LINEARS = (
@@ -32,17 +33,18 @@ SHARED_INPUT_LINEARS = (
 
 
 def compulsory_bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:
-    """The compulsory bytes of a step of `config`. Raises ValueError where microbatches are accumulated: their passes
-    are not counted here.
+    """Returns the compulsory bytes of a step of `config` per device, on a mesh axis -> size.
+
+    Raises ValueError if `config` accumulates microbatches, whose passes are not counted here.
     """
     if config.accumulate > 1:
         raise ValueError("compulsory bytes are those of a step without accumulation; use --accumulate 1")
-    return sum(_of_layer(_linears(config, mesh, found), config.remat) for found in _layers(config))
+    return sum(_of_layer(_linears(config, mesh, recipes), config.remat) for recipes in _layers(config))
 
 
 @dataclass(frozen=True)
 class _LinearTraffic:
-    """One quantized linear of a layer, as one device has it."""
+    """One quantized linear of a layer, with its sizes on one device."""
 
     path: str
     recipe: Recipe
@@ -51,49 +53,49 @@ class _LinearTraffic:
     outputs: int
     shards: int
     matrices: int = 1
-    """Of experts: how many a device multiplies."""
+    """Expert matrices per device; 1 for a dense linear."""
 
     def policies(self, *roles: str) -> list[OperandPolicy]:
-        """Those of `roles` that are quantized."""
+        """Returns the policies of `roles` that quantize."""
         return [p for p in (getattr(self.recipe, role) for role in roles) if p.format.quantized]
 
 
 def _layers(config: TrainConfig) -> list[Mapping[str, Recipe]]:
-    """Path -> recipe, of each layer."""
+    """Returns path -> recipe for each layer."""
     resolved = phases(config)[0].resolved(config)
     return [segment.recipes for segment in resolved.segments for _ in range(segment.start, segment.stop)]
 
 
 def _linears(config: TrainConfig, mesh: Mapping[str, int], recipes: Mapping[str, Recipe]) -> dict[str, _LinearTraffic]:
     size = {axis: mesh.get(axis, 1) for axis in ALL_MESH_AXES}
-    parts = prod(size.values()) // size["tensor"]
-    found, devices = {}, prod(mesh.values())
+    token_shards = prod(size.values()) // size["tensor"]
+    linears, devices = {}, prod(mesh.values())
     for site in models.linear_shapes(config.model, config.batch, config.seq):
         if site.path not in recipes or not recipes[site.path].quantized:
             continue
-        if site.experts:  # whole matrices, shared out over all devices
-            own = site.tokens // devices, site.k, site.n, 1, site.experts // devices
-            found[site.path] = _LinearTraffic(site.path, recipes[site.path], *own)
+        if site.experts:  # whole matrices, distributed over all devices
+            local_sizes = site.tokens // devices, site.k, site.n, 1, site.experts // devices
+            linears[site.path] = _LinearTraffic(site.path, recipes[site.path], *local_sizes)
         else:
-            cut = [1 if axis == "embed" else size["tensor"] for axis in site.axes]
-            sizes = site.tokens // parts, site.k // cut[0], site.n // cut[1]
-            found[site.path] = _LinearTraffic(site.path, recipes[site.path], *sizes, size["fsdp"])
-    return found
+            dim_shards = [1 if axis == "embed" else size["tensor"] for axis in site.axes]
+            sizes = site.tokens // token_shards, site.k // dim_shards[0], site.n // dim_shards[1]
+            linears[site.path] = _LinearTraffic(site.path, recipes[site.path], *sizes, size["fsdp"])
+    return linears
 
 
 def _of_layer(linears: Mapping[str, _LinearTraffic], remat: str) -> float:
-    held = _holds_activation(linears)
+    fused_activation = _has_fused_activation(linears)
     total = sum(_of_weight(linear, remat) for linear in linears.values())
     for group in SHARED_INPUT_LINEARS:
         total += _of_x([linears[path] for path in group if path in linears], remat)
     for linear in linears.values():
-        if not (held and linear.path in (GATE, UP)):
+        if not (fused_activation and linear.path in (GATE, UP)):
             total += _bytes_written(linear.policies("dgrad_dy", "wgrad_dy"), linear.tokens * linear.outputs)
-    return total + (_of_h(linears, held) if DOWN in linears else 0.0)
+    return total + (_of_h(linears, fused_activation) if DOWN in linears else 0.0)
 
 
-def _holds_activation(linears: Mapping[str, _LinearTraffic]) -> bool:
-    """Whether passes hold the MLP's activation: all its operands in one kind of blocks."""
+def _has_fused_activation(linears: Mapping[str, _LinearTraffic]) -> bool:
+    """Returns True if the quantize passes fuse the MLP's activation: all its operands have the same block size."""
     if not all(path in linears for path in MLP_PATHS):
         return False
     roles = "fprop_x", "dgrad_dy", "wgrad_x", "wgrad_dy"
@@ -101,60 +103,66 @@ def _holds_activation(linears: Mapping[str, _LinearTraffic]) -> bool:
 
 
 def _of_x(group: Sequence[_LinearTraffic], remat: str) -> float:
-    """Operands of the x that these linears share: all in the forward pass where they are kept, else those that each
-    pass reads.
+    """Returns the bytes for the operands of an x that these linears share.
+
+    The forward pass writes all of them if they are saved; otherwise each pass writes those that it reads.
     """
     if not group:
         return 0.0
-    elements, again = group[0].tokens * group[0].inputs, group[0].path in REMAT_LINEARS[remat]
+    elements, repeats_fprop = group[0].tokens * group[0].inputs, group[0].path in REMAT_LINEARS[remat]
     rows, columns = (
-        _distinct_policies(p for each in group for p in each.policies(role)) for role in ("fprop_x", "wgrad_x")
+        _distinct_policies(p for linear in group for p in linear.policies(role)) for role in ("fprop_x", "wgrad_x")
     )
     if remat in NO_REMAT_POLICIES:
         return _bytes_written(rows + columns, elements)
-    return _bytes_written(rows, elements) + _bytes_written((rows if again else []) + columns, elements)
+    return _bytes_written(rows, elements) + _bytes_written((rows if repeats_fprop else []) + columns, elements)
 
 
-def _of_h(linears: Mapping[str, _LinearTraffic], held: bool) -> float:
-    """Operands of h, for fprop and, made again, for wgrad; with those of dg and du where one pass makes all of them."""
+def _of_h(linears: Mapping[str, _LinearTraffic], fused_activation: bool) -> float:
+    """Returns the bytes for the operands of h: fprop's, and wgrad's from a recomputed h.
+
+    With a fused activation the latter pass also writes the operands of dg and du.
+    """
     down = linears[DOWN]
     elements, row, column = down.tokens * down.inputs, down.policies("fprop_x"), down.policies("wgrad_x")
-    if not held:
+    if not fused_activation:
         return _bytes_written(row, elements) + _bytes_written(column, elements)
     gradients = [p for path in (GATE, UP) for p in linears[path].policies("dgrad_dy", "wgrad_dy")]
     return _bytes_written(row, elements, sources=2) + _bytes_written(gradients + column, elements, sources=3)
 
 
 def _of_weight(linear: _LinearTraffic, remat: str) -> float:
-    """Quantized where it rests, once if it is gathered (then before the layers' loop), then written as fprop and dgrad
-    read it.
+    """Returns the bytes for a weight: quantized from its shard of the master, then written as fprop and dgrad read it.
+
+    A weight that is all-gathered is quantized once per step, before the loop over layers.
     """
-    code = next(map(operand_bytes, linear.policies("fprop_w", "dgrad_w")), 0.0)
-    again = linear.path in REMAT_LINEARS[remat]
+    bytes_per_code = next(map(operand_bytes, linear.policies("fprop_w", "dgrad_w")), 0.0)
+    repeats_fprop = linear.path in REMAT_LINEARS[remat]
     elements = linear.inputs * linear.outputs * linear.matrices
-    shared, kept = shares_fprop_dgrad_codes(linear.recipe), remat in NO_REMAT_POLICIES or linear.shards > 1
-    sets = [1 if shared else 2] if kept else [1, 1 if shared else 1 + again]  # of codes, in each pass that makes them
+    shares_codes, saved = shares_fprop_dgrad_codes(linear.recipe), remat in NO_REMAT_POLICIES or linear.shards > 1
+    # Sets of codes that each quantize pass writes.
+    code_sets = [1 if shares_codes else 2] if saved else [1, 1 if shares_codes else 1 + repeats_fprop]
     read = FLOAT32_BYTES * _reads(linear.policies("fprop_w", "dgrad_w"))
-    rests = sum(read + count * code for count in sets) * elements / linear.shards
-    return rests + (2 + again) * code * elements
+    quantize_bytes = sum(read + count * bytes_per_code for count in code_sets) * elements / linear.shards
+    return quantize_bytes + (2 + repeats_fprop) * bytes_per_code * elements
 
 
 def _bytes_written(policies: Sequence[OperandPolicy], elements: int, *, sources: int = 1) -> float:
-    """Operands under `policies` of as many elements, from one reading of `sources` in bfloat16."""
+    """Returns the bytes to write operands of `elements` elements, and to read `sources` bfloat16 arrays for them."""
     return (sources * BF16_BYTES * _reads(policies) + sum(map(operand_bytes, policies))) * elements
 
 
 def _reads(policies: Sequence[OperandPolicy]) -> int:
-    """How often a source is read for such operands."""
+    """Returns how often a source is read: for its codes, and for its amax if a format has per-tensor scales."""
     return 0 if not policies else 1 + any(p.format.tensor_scale for p in policies)
 
 
 def _distinct_policies(policies: Iterable[OperandPolicy]) -> list[OperandPolicy]:
-    """One of each that linears share; random bits are each linear's own."""
+    """Returns the policies without repetitions, except stochastic ones: linears do not share random bits."""
     listed = list(policies)
     return [p for i, p in enumerate(listed) if p.stochastic or p not in listed[:i]]
 
 
 def operand_bytes(policy: OperandPolicy) -> float:
-    """Bytes of an element of an operand: its code and its part of a scale."""
+    """Returns the bytes per element of an operand: its code and its share of a block scale."""
     return policy.format.bits_per_element / 8
