@@ -1,4 +1,4 @@
-"""The plan as a page without a script and as a trace for Perfetto."""
+"""Write a plan as a self-contained HTML page (no script), and as a trace for Perfetto."""
 
 import gzip
 import itertools
@@ -23,12 +23,12 @@ CATEGORY_COLOURS = {
 }
 PLAN_COLUMNS = ("recipe", "fits", "GiB", "step s", "queued s", "TFLOP/s", "tokens/s", "MFU", "exposed s", "vs")
 LONGEST_COLUMNS = ("what", "for", "source", "ms a step")
-SENT = ("collective", "over", "dtype", "link", "times", "GB", "ms alone", "beside")
+SENT = ("collective", "over", "dtype", "link", "times", "GB", "ms alone", "hidden by")
 GIB = 2**30
 
 
 def plan_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """One recipe as a row of the table."""
+    """Returns the table row of one recipe, in the order of PLAN_COLUMNS."""
     low, high = row["band"]["tflops_per_device"]
     faster = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in row["speedup_vs"].items())
     return (
@@ -39,11 +39,11 @@ def plan_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def plan_html(title: str, data: Mapping[str, Any], found: Mapping[str, PlanOutcome]) -> str:
-    """One self-contained page."""
+def plan_html(title: str, data: Mapping[str, Any], plans: Mapping[str, PlanOutcome]) -> str:
+    """Returns the plan of all recipes as one self-contained HTML page."""
     recipes = data["recipes"]
-    parts = [notice_box(f"{name}: {each}") for name in recipes for each in recipes[name]["problems"]]
-    parts += [paragraph(f"{name}: {each}", soft=True) for name in recipes for each in recipes[name]["remarks"]]
+    parts = [notice_box(f"{name}: {problem}") for name in recipes for problem in recipes[name]["problems"]]
+    parts += [paragraph(f"{name}: {remark}", soft=True) for name in recipes for remark in recipes[name]["remarks"]]
     parts.append(
         section(
             "Recipes",
@@ -52,11 +52,11 @@ def plan_html(title: str, data: Mapping[str, Any], found: Mapping[str, PlanOutco
         )
     )
     parts.append(section("Memory of a device", figure("GiB", memory_bars(recipes))))
-    for name, each in found.items():
+    for name, plan in plans.items():
         row = recipes[name]
         parts.append(section(
             f"A step in {name}",
-            figure("One turn of each loop, in order; each as wide as one turn lasts", timeline_svg(each.shared.spans)),
+            figure("One iteration of each loop, in order; width is duration", timeline_svg(plan.shared.spans)),
             html_table(LONGEST_COLUMNS, map(longest_row, row["most_expensive"])),
             html_table(SENT, map(_collective, row["collectives"][:12])),
         ))  # fmt: skip
@@ -78,70 +78,73 @@ def plan_html(title: str, data: Mapping[str, Any], found: Mapping[str, PlanOutco
 
 
 def longest_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """One entry of what takes longest as a row of its table."""
+    """Returns the table row of one entry of `longest_events`, in the order of LONGEST_COLUMNS."""
     return row["what"], row["purpose"], row["source"], f"{1e3 * row['seconds']:.1f}"
 
 
 def _collective(row: Mapping[str, Any]) -> tuple[str, ...]:
-    how = row["kind"] if row["asynchronous"] else f"{row['kind']} (SYNC)"
-    beside = ", ".join(row["hidden_by"]) or "nothing"
+    kind = row["kind"] if row["asynchronous"] else f"{row['kind']} (SYNC)"
+    hidden_by = ", ".join(row["hidden_by"]) or "nothing"
     return (
-        how, "+".join(row["axes"]), "+".join(row["dtypes"]), row["link"], str(row["times"]),
+        kind, "+".join(row["axes"]), "+".join(row["dtypes"]), row["link"], str(row["times"]),
         f"{row['bytes'] / 1e9:.2f}",
-        f"{1e3 * row['seconds']:.1f}", beside,
+        f"{1e3 * row['seconds']:.1f}", hidden_by,
     )  # fmt: skip
 
 
 def memory_bars(recipes: Mapping[str, Mapping[str, Any]]) -> str:
-    """One bar a recipe, its categories, and the line of what a device has."""
+    """Returns an SVG with one bar per recipe, stacked by category, and a line at the usable memory of a device."""
     memory = {name: row["memory"] for name, row in recipes.items()}
     bars = {}
     for name, row in memory.items():
-        sizes = [row[part] for part in MEMORY_CATEGORIES]
+        sizes = [row[category] for category in MEMORY_CATEGORIES]
         starts = itertools.accumulate(sizes, initial=0.0)
         bars[name] = [
-            TimelineBox(start, size, colour, f"{part}: {size / GIB:.1f} GiB", label=part)
-            for colour, (part, start, size) in enumerate(zip(MEMORY_CATEGORIES, starts, sizes))
+            TimelineBox(start, size, colour, f"{category}: {size / GIB:.1f} GiB", label=category)
+            for colour, (category, start, size) in enumerate(zip(MEMORY_CATEGORIES, starts, sizes))
         ]
     limits = {name: row["limit"] for name, row in memory.items()}
     return timeline_chart(bars, end=max(max(row["total"], row["limit"]) for row in memory.values()), limits=limits)
 
 
 def timeline_svg(spans: Sequence[TimelineSpan | TimelineLoop]) -> str:
-    """Lanes of computation and communication, loops opened once."""
+    """Returns an SVG with lanes of computation and communication; each loop body is drawn once."""
     flat = list(_collapse_loops(spans, 0.0))
     boxes: dict[str, list[TimelineBox]] = {lane: [] for lane in LANE_OF_EVENT.values()}
     for span, start in flat:
         colour, faint = CATEGORY_COLOURS.get(span.event.purpose, 6), span.event.what == "send" and not span.waited
-        said = f"{span.event.purpose} {span.event.format} {span.event.name}: {1e3 * span.seconds:.3f} ms"
-        boxes[LANE_OF_EVENT[span.event.what]].append(TimelineBox(start, span.seconds, colour, said, faint=faint))
+        label = f"{span.event.purpose} {span.event.format} {span.event.name}: {1e3 * span.seconds:.3f} ms"
+        boxes[LANE_OF_EVENT[span.event.what]].append(TimelineBox(start, span.seconds, colour, label, faint=faint))
     return timeline_chart(boxes, end=max((start + span.seconds for span, start in flat), default=1.0))
 
 
 def _collapse_loops(
     spans: Sequence[TimelineSpan | TimelineLoop], offset: float
 ) -> Iterator[tuple[TimelineSpan, float]]:
-    """Spans with loops run once: what comes after a loop moves up."""
-    saved = 0.0
-    for each in sorted(spans, key=lambda one: one.start):
-        if isinstance(each, TimelineLoop):
-            yield from _collapse_loops(each.spans, offset + each.start - saved)
-            saved += each.seconds_per_iteration * (each.trip_count - 1)
+    """Yields (span, start) with one iteration per loop; later spans move forward by the iterations left out."""
+    skipped = 0.0
+    for entry in sorted(spans, key=lambda entry: entry.start):
+        if isinstance(entry, TimelineLoop):
+            yield from _collapse_loops(entry.spans, offset + entry.start - skipped)
+            skipped += entry.seconds_per_iteration * (entry.trip_count - 1)
         else:
-            yield each, offset + each.start - saved
+            yield entry, offset + entry.start - skipped
 
 
-def perfetto_trace(found: Mapping[str, PlanOutcome]) -> bytes:
-    """Every turn of every loop, for ui.perfetto.dev: one process a recipe, threads for computation and links."""
+def perfetto_trace(plans: Mapping[str, PlanOutcome]) -> bytes:
+    """Returns a gzipped trace for ui.perfetto.dev, loops unrolled.
+
+    There is one process per recipe, with a thread for computation and one for communication.
+    """
     events: list[dict[str, Any]] = []
-    for process, (name, each) in enumerate(found.items()):
+    for process, (name, plan) in enumerate(plans.items()):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
         for thread, lane in enumerate(("computation", "communication")):
             events.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": lane}})
-        for span, start in _expand_loops(each.shared.spans, 0.0):
-            sent = span.event.what == "send"
+        for span, start in _expand_loops(plan.shared.spans, 0.0):
+            is_collective = span.event.what == "send"
             events.append({
-                "ph": "X", "pid": process, "tid": int(sent),
+                "ph": "X", "pid": process, "tid": int(is_collective),
                 "name": f"{span.event.purpose} {span.event.format}".strip(),
                 "ts": round(1e6 * start, 3), "dur": round(1e6 * span.seconds, 3),
                 "args": {"instruction": span.event.name, "source": span.event.source},
@@ -150,9 +153,9 @@ def perfetto_trace(found: Mapping[str, PlanOutcome]) -> bytes:
 
 
 def _expand_loops(spans: Sequence[TimelineSpan | TimelineLoop], offset: float) -> Iterator[tuple[TimelineSpan, float]]:
-    for each in spans:
-        if isinstance(each, TimelineLoop):
-            for turn in range(each.trip_count):
-                yield from _expand_loops(each.spans, offset + each.start + turn * each.seconds_per_iteration)
+    for entry in spans:
+        if isinstance(entry, TimelineLoop):
+            for iteration in range(entry.trip_count):
+                yield from _expand_loops(entry.spans, offset + entry.start + iteration * entry.seconds_per_iteration)
         else:
-            yield each, offset + each.start
+            yield entry, offset + entry.start
