@@ -1,4 +1,4 @@
-"""Plan a training step on a cluster (compile, read, simulate), and measure its time and memory on this machine."""
+"""Plan a training step on a cluster (compile, parse, simulate), and measure its time and memory on this device."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from halfbyte.plan.simulator import Timeline, simulate_step
     from halfbyte.plan.step_placement import compile_step, needed_flops, peak_bytes
 
-# Imported when they are first used.
+# Submodule -> names that are imported when they are first used.
 _LATER = {
     "cluster_model": ("make_cluster", "place_run"),
     "compiled_step": ("profile_from_config", "can_compile", "profile_step"),

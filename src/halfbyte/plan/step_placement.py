@@ -29,7 +29,7 @@ from halfbyte.train.train_step import StepScheduling, compile_train_step
 MOE_SOURCE_FILE = "models/moe"  # where the conditional over the two buffer capacities is traced
 MOE_LOOP_FILES = ("ops/grouped_linear", MOE_SOURCE_FILE)  # where the loops over non-empty tiles are traced
 GATE_UP = tuple(f"layers/mlp/{name}" for name in ("gate", "up", *SHARED_SITES[:2]))
-# down too: the gradient of its weight reads its result.
+# Full remat repeats down, too: the gradient of the combine weights reads its output.
 EXPERT_LINEARS = tuple(f"layers/mlp/{name}" for name in EXPERT_SITES)
 ROUTER = "layers/mlp/router"
 REMAT_LINEARS = {
@@ -46,58 +46,60 @@ MAX_EXTRAPOLATION_FACTOR = 32
 
 @dataclass(frozen=True)
 class ExpertRowLoad:
-    """Of one device and microbatch, all rows of its experts."""
+    """Rows of all experts of one device in one microbatch."""
 
     needed: float
-    """That tokens have."""
+    """Rows that hold tokens."""
     rows: float
-    """In whole tiles."""
+    """Rows of non-empty tiles, with padding."""
     tile: int = MAX_TILE_ROWS
-    """Rows of one."""
+    """Rows per tile."""
 
     @property
     def filled(self) -> float:
-        """Rows in whole tiles for each that a token has."""
+        """Returns the padded rows over the needed ones."""
         return self.rows / self.needed if self.needed else 1.0
 
     @property
     def tiles(self) -> int:
-        """That have rows."""
+        """Returns the number of non-empty tiles."""
         return round(self.rows / self.tile)
 
     def share(self, gemm: HloGemm) -> float:
-        """Of a GEMM's FLOPs: 1 for one that is not of experts."""
+        """Returns the fraction of a GEMM's buffer rows that are multiplied; 1 for a GEMM that is not grouped."""
         return min(self.rows / gemm.rows, 1.0) if gemm.rows else 1.0
 
     def flops(self, gemm: HloGemm) -> int:
-        """Of a GEMM in a step."""
+        """Returns the FLOPs of a GEMM in a step, without skipped tiles."""
         return round(self.share(gemm) * gemm.flops)
 
     def skipped_bytes(self, gemm: HloGemm) -> float:
-        """Bytes of a GEMM's operands in tiles without rows."""
-        at = -1 if gemm.format == "fp4" and len(gemm.result.dims) == 3 else 0  # codes are K-major
-        in_tiles = (a for a in (gemm.lhs, gemm.rhs) if len(a.dims) == 2 and a.dims[at] == gemm.rows)
+        """Returns the bytes of a GEMM's operands in empty tiles, which the kernel does not read."""
+        row_dim = -1 if gemm.format == "fp4" and len(gemm.result.dims) == 3 else 0  # codes are K-major
+        in_tiles = (
+            array for array in (gemm.lhs, gemm.rhs) if len(array.dims) == 2 and array.dims[row_dim] == gemm.rows
+        )
         return (1.0 - self.share(gemm)) * sum(array.bytes for array in in_tiles)
 
     def trip_count(self, program: HloModule, loop: HloInstruction) -> int:
-        """Of a loop; of one over tiles, those that have rows."""
+        """Returns the trip count of a loop; for a loop over tiles, which has no known one, the non-empty tiles."""
         try:
             return trip_count(program, loop)
         except HloParseError:
-            if not any(place in str(loop.source) for place in MOE_LOOP_FILES):
+            if not any(file in str(loop.source) for file in MOE_LOOP_FILES):
                 raise
             return self.tiles
 
-    def branches(self, program: HloModule, found: HloInstruction) -> Sequence[str]:
-        """The computations of a branch that may be taken; of one over buffer capacities, the smaller."""
-        if MOE_SOURCE_FILE not in str(found.source):
-            return found.called_computations
-        size = lambda name: sum(array.bytes for each in program.computations[name] for array in each.results)  # noqa: E731
-        return (min(found.called_computations, key=size),)
+    def branches(self, program: HloModule, conditional: HloInstruction) -> Sequence[str]:
+        """Returns the branches of a conditional that may run; of the one over buffer capacities, the smaller buffer."""
+        if MOE_SOURCE_FILE not in str(conditional.source):
+            return conditional.called_computations
+        size = lambda name: sum(array.bytes for op in program.computations[name] for array in op.results)  # noqa: E731
+        return (min(conditional.called_computations, key=size),)
 
 
 NO_EXPERTS = ExpertRowLoad(0.0, 0.0)
-"""Of a model without experts."""
+"""Load of a model without experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,43 +112,47 @@ class BatchFit:
 
 
 def token_expert_pairs(config: TrainConfig) -> int:
-    """(token, expert) pairs of a microbatch, all devices together."""
+    """Returns the (token, expert) pairs of a microbatch on all devices."""
     return config.batch // config.accumulate * config.seq * config.model.experts_per_token
 
 
 def balanced_expert_load(config: TrainConfig, devices: int, device: Device | None = None) -> ExpertRowLoad:
-    """That of `config` on so many devices, which share its experts: GPUs, or `device`, whose tiles may be smaller; the
-    largest, where layers differ.
+    """Returns the load per device if all experts get equally many rows.
+
+    The tile size is that of GPUs, or the one chosen on `device` for the recipes of all layers.
     """
     if not config.model.experts:
         return NO_EXPERTS
     pairs, experts, tile = token_expert_pairs(config), config.model.experts, MAX_TILE_ROWS
     if device is not None:
-        recipes = (each.recipes for each in phases(config)[0].resolved(config).segments)
-        all_of_them = [found[f"layers/mlp/{name}"] for found in recipes for name in EXPERT_SITES]
-        tile = choose_tile_rows(pairs, experts, all_of_them, device=device)
+        recipes = (segment.recipes for segment in phases(config)[0].resolved(config).segments)
+        expert_recipes = [path_recipes[f"layers/mlp/{name}"] for path_recipes in recipes for name in EXPERT_SITES]
+        tile = choose_tile_rows(pairs, experts, expert_recipes, device=device)
     return ExpertRowLoad(pairs / devices, (pairs + experts * (tile - 1) / 2) / devices, tile)
 
 
 def needed_flops(config: TrainConfig) -> dict[str, int]:
-    """GEMM FLOPs of a whole step by linear and router: forward, both gradients, and what its remat policy repeats."""
-    again, model = REMAT_LINEARS[config.remat], config.model
+    """Returns path -> GEMM FLOPs of a step on all devices: fprop, dgrad, wgrad, and what the remat policy repeats."""
+    repeated, model = REMAT_LINEARS[config.remat], config.model
     sites = models.linear_shapes(model, config.batch, config.seq)
-    needed = {site.path: site.flops // 3 * (4 if site.path in again else 3) for site in sites}
+    needed = {site.path: site.flops // 3 * (4 if site.path in repeated else 3) for site in sites}
     if model.experts:
-        each = 2 * model.layers * config.batch * config.seq * model.embed * model.experts
-        needed[ROUTER] = each * (4 if config.remat == "full" else 3)
+        router_flops = 2 * model.layers * config.batch * config.seq * model.embed * model.experts
+        needed[ROUTER] = router_flops * (4 if config.remat == "full" else 3)
     return needed
 
 
 def compiled_linear_gemms(program: HloModule, load: ExpertRowLoad = NO_EXPERTS) -> list[HloGemm]:
-    """The GEMMs of a program that are not attention's, under the `load` of its experts."""
-    found = find_gemms(program, turns=load.trip_count, branches=load.branches)
-    return [gemm for gemm in found if op_category(program, gemm.instruction) == "gemm"]
+    """Returns the GEMMs of a program, except those of attention, under the expert `load`."""
+    gemms = find_gemms(program, turns=load.trip_count, branches=load.branches)
+    return [gemm for gemm in gemms if op_category(program, gemm.instruction) == "gemm"]
 
 
 def compile_step(config: TrainConfig, mesh: Mesh, *, seq: int, options: Mapping[str, Any] | None = None) -> Any:
-    """The step over plain rows (no segments), compiled from shapes alone; `options` of XLA beside the step's own."""
+    """Compile the train step from shapes only, for rows without segments.
+
+    `options` are XLA options in addition to those of the step.
+    """
     resolved = phases(config)[0].resolved(config)
     step = jit_train_step(config, resolved, mesh, options=options)
     batch = {name: abstract_batch(config, mesh, seq=seq)[name] for name in ("tokens", "targets")}
@@ -155,16 +161,16 @@ def compile_step(config: TrainConfig, mesh: Mesh, *, seq: int, options: Mapping[
 
 
 def peak_bytes(compiled: Any) -> int:
-    """What a device must have for this program: arguments, temporaries, and results that reuse no argument."""
-    found = compiled.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return int(found.argument_size_in_bytes + found.temp_size_in_bytes + results)
+    """Returns the device memory that a program needs: arguments, temporaries, and outputs that alias no argument."""
+    analysis = compiled.memory_analysis()
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + results)
 
 
 def largest_fitting_batch(
     config: TrainConfig, mesh: Mesh, *, seq: int, limit: int, say: Callable[[str], None] = lambda _: None
 ) -> BatchFit:
-    """The largest batch of `config`'s step that needs at most `limit` bytes a device."""
+    """Search for the largest batch whose train step needs at most `limit` bytes per device."""
     unit = axis_size(mesh, DEFAULT_RULES.mesh_axes("batch")) * config.accumulate
     best: dict[int, Any] = {}
 
@@ -182,7 +188,10 @@ def largest_fitting_batch(
 
 
 def search_largest(needed: Callable[[int], int], *, limit: int, unit: int = 1) -> tuple[int, dict[int, int]]:
-    """(the largest multiple of `unit` with `needed` at most `limit`, or 0; all that were asked). `needed` must grow."""
+    """Returns (the largest multiple of `unit` with `needed` at most `limit`, or 0; batch -> `needed` of all calls).
+
+    `needed` must be increasing.
+    """
     sizes: dict[int, int] = {0: 0}
     guess = unit
     while True:
@@ -196,17 +205,17 @@ def search_largest(needed: Callable[[int], int], *, limit: int, unit: int = 1) -
 
 
 def _next(sizes: dict[int, int], low: int, high: int, limit: int, unit: int) -> int:
-    """Where the line through two known batches meets the limit, strictly between low and high.
+    """Returns the batch at which the line through two known batches crosses the limit, strictly between low and high.
 
-    The line through both ends of the bracket; while nothing has failed, through the two largest batches; the middle
-    where a line has already closed in from one side three times.
+    The line goes through both ends of the bracket or, before any batch exceeded the limit, through the two largest.
+    Returns the middle of the bracket instead once lines have moved the same end three times.
     """
     below, above = (sorted(b for b in sizes if test(sizes[b])) for test in (limit.__ge__, limit.__lt__))
-    if not above and len(below) < 3:  # 0 is no measurement
+    if not above and len(below) < 3:  # batch 0 is in `sizes`, but was not measured
         return 2 * low
     if above and (len(below) > 5 or len(above) > 3):
         return (low + high) // (2 * unit) * unit
     a, b = (low, high) if above else below[-2:]
     slope = (sizes[b] - sizes[a]) / (b - a)
-    meets = a + int((limit - sizes[a]) / max(slope, 1.0)) // unit * unit
-    return min(max(meets, low + unit), high - unit, MAX_EXTRAPOLATION_FACTOR * low if low else high)
+    crossing = a + int((limit - sizes[a]) / max(slope, 1.0)) // unit * unit
+    return min(max(crossing, low + unit), high - unit, MAX_EXTRAPOLATION_FACTOR * low if low else high)
