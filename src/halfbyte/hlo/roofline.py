@@ -79,8 +79,8 @@ def _transfer_seconds(
 
     A layer waits for the collectives over its token axes. XLA would start all-gathers and reduce-scatters of weights
     during that wait, as if the link were free. So the profile adds the time of the token collectives in the same loop
-    body to each collective of weights. It does not in bodies that also reduce gradients over `data`, which would then
-    have to wait: the modelled step got longer (docs/LOG.md, "Weights that travel while a layer stands still").
+    body to each collective of weights. Bodies that also reduce gradients over `data` are left as they are, because the
+    modelled step got longer otherwise (docs/LOG.md, "Weights that travel while a layer stands still").
 
     If a loop body reduce-scatters the gradients that it computes itself, those of the three linears of an MLP share the
     link: each takes three times as long. All-gathers for the next iteration take as long as all collectives of weights
@@ -138,7 +138,7 @@ def _is_innermost_loop_body(program: HloModule, computation: str) -> bool:
 def _is_loop_carried(program: HloModule, collective: HloInstruction) -> bool:
     """Returns True if a collective sends values of an earlier iteration: parameters of the body, or copies.
 
-    XLA copies a parameter while the buffer of the loop carry is overwritten for the next iteration.
+    XLA copies a carried value if its buffer in the loop carry is written for the next iteration meanwhile.
     """
 
     def is_parameter(value: HloInstruction) -> bool:
