@@ -17,8 +17,8 @@ from halfbyte.ops import moe_dispatch
 from halfbyte.ops.moe_dispatch import route, update_router_bias
 from halfbyte.recipes import policy, recipe
 from halfbyte.train import preflight, run_presets
+from halfbyte.train.manifest_entries import manifest_table
 from halfbyte.train.precision_manifest import build_precision_manifest
-from halfbyte.train.preflight import manifest_table
 from halfbyte.train.train_state import TrainState, abstract_state, create_state
 from halfbyte.train.train_step import make_train_step
 

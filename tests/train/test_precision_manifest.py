@@ -19,8 +19,8 @@ from halfbyte.train import (
     run_mesh,
     session,
 )
+from halfbyte.train.manifest_entries import backend_summary, manifest_caption, pass_summary
 from halfbyte.train.precision_manifest import step_shapes
-from halfbyte.train.preflight import backend_summary, manifest_caption, pass_summary
 from halfbyte.train.run_presets import run_config
 
 

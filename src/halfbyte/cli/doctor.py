@@ -115,8 +115,8 @@ def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:
     from halfbyte.devices import TENSOR_CORE_FORMATS, native_inference, native_training
     from halfbyte.ops import LinearProblem, choose_backend
     from halfbyte.recipes import recipe, recipe_names
+    from halfbyte.train.manifest_entries import backend_summary, pass_summary
     from halfbyte.train.precision_manifest import gemm_entries
-    from halfbyte.train.preflight import backend_summary, pass_summary
 
     entry, rows = device["table"], []
     for name in TENSOR_CORE_FORMATS:

@@ -24,7 +24,8 @@ from halfbyte.plan.operand_traffic import compulsory_bytes
 from halfbyte.plan.simulator import StepEvent
 from halfbyte.plan.step_placement import REMAT_LINEARS, balanced_expert_load, token_expert_pairs
 from halfbyte.train import TrainConfig, phases
-from halfbyte.train.precision_manifest import TILES_NAME, LinearEntry, build_precision_manifest
+from halfbyte.train.manifest_entries import TILES_NAME, LinearEntry
+from halfbyte.train.precision_manifest import build_precision_manifest
 from halfbyte.train.preflight import activation_bytes
 
 MMA_FORMAT = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8": "fp8", "mxfp8": "fp8"}

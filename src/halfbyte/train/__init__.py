@@ -23,6 +23,7 @@ from halfbyte.train.train_config import (
 if TYPE_CHECKING:
     from halfbyte.train.batch_source import BatchSource, open_batch_source
     from halfbyte.train.loop import DivergedError, RunResult
+    from halfbyte.train.manifest_entries import PrecisionManifest, manifest_table
     from halfbyte.train.metric_writers import (
         BackgroundSink,
         FaultTolerantSink,
@@ -54,9 +55,9 @@ if TYPE_CHECKING:
         muon,
         resolve_steps,
     )
-    from halfbyte.train.precision_manifest import PrecisionManifest, build_precision_manifest
+    from halfbyte.train.precision_manifest import build_precision_manifest
     from halfbyte.train.precision_phases import PrecisionPhase, phases, resolve_policy
-    from halfbyte.train.preflight import MemoryEstimate, estimate_memory, manifest_table, run_mesh, run_preflight
+    from halfbyte.train.preflight import MemoryEstimate, estimate_memory, run_mesh, run_preflight
     from halfbyte.train.profiler import ProfileCapture, ProfileConfig
     from halfbyte.train.progress_display import CompileIndicator, ProgressDisplay, make_display
     from halfbyte.train.run import train
@@ -97,9 +98,10 @@ _LATER = {
         "muon",
         "resolve_steps",
     ),
-    "precision_manifest": ("PrecisionManifest", "build_precision_manifest"),
+    "manifest_entries": ("PrecisionManifest", "manifest_table"),
+    "precision_manifest": ("build_precision_manifest",),
     "precision_phases": ("PrecisionPhase", "phases", "resolve_policy"),
-    "preflight": ("MemoryEstimate", "run_preflight", "estimate_memory", "run_mesh", "manifest_table"),
+    "preflight": ("MemoryEstimate", "run_preflight", "estimate_memory", "run_mesh"),
     "profiler": ("ProfileCapture", "ProfileConfig"),
     "progress_display": ("CompileIndicator", "ProgressDisplay", "make_display"),
     "run": ("train",),

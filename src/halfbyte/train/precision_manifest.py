@@ -7,8 +7,7 @@ step makes.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -27,87 +26,19 @@ from halfbyte.ops.expert_tiles import choose_tile_rows
 from halfbyte.ops.grouped_linear import check_grouped_support
 from halfbyte.ops.rms_norm_vjp import norm_kernel_refusal
 from halfbyte.recipes import OperandPolicy, Recipe, ResolvedPolicy
-from halfbyte.train.metrics_log import Throughput, weighted_peak_flops
+from halfbyte.train.manifest_entries import (
+    TILES_NAME,
+    XLA_BACKENDS,
+    XLA_NAME,
+    GemmEntry,
+    LinearEntry,
+    PrecisionManifest,
+)
 from halfbyte.train.train_config import TrainConfig
 from halfbyte.train.train_step import make_model_context
 
 FP4_BITS = 4
 BF16_UNIT = str(BF16.hardware_unit)
-XLA_NAME = "xla"
-XLA_BACKENDS = ("emulated", "reference")  # backends whose GEMMs are XLA's
-TILES_NAME = "tiles"  # of experts: tiles of rows, each multiplied with its expert's matrix
-
-
-@dataclass(frozen=True)
-class GemmEntry:
-    """One of the three GEMMs of a linear."""
-
-    left: str
-    right: str
-    bits: int
-    """Of the wider operand's elements."""
-    runs_in: str
-    """The unit that multiplies: nvfp4, fp8, bf16, ..."""
-    execution: str
-    """plain (bf16 by choice), native or emulated."""
-    multiplied_by: str
-    """The backend that multiplies; xla for those that leave it to XLA."""
-    made_by: tuple[str, ...]
-    """The passes that make the left and the right operand."""
-
-
-@dataclass(frozen=True)
-class LinearEntry:
-    """One linear over layers [first, last)."""
-
-    path: str
-    layers: tuple[int, int]
-    tokens: int
-    k: int
-    n: int
-    recipe: str
-    backend: str
-    gemms: dict[str, GemmEntry]
-    flops: float
-    """Of one step, all layers of the segment, three GEMMs."""
-    passed_over: dict[str, str]
-    """Faster backends that cannot serve this linear, and kernels that cannot make its operands, with the reason."""
-    on_device: tuple[int, int, int] = (0, 0, 0)
-    """(tokens, inputs, outputs) of what one device multiplies."""
-
-
-@dataclass(frozen=True)
-class PrecisionManifest:
-    """All sites, and what they add up to. Shares are of all FLOPs of a step, attention included."""
-
-    device: str
-    recipe: str
-    policy: str
-    flops_formula: str
-    sites: tuple[LinearEntry, ...]
-    step_flops: float
-    share_4bit: float
-    share_by_multiplier: dict[str, float]
-    norms: str
-    """Who computes the norms of a layer: kernels, or xla and why."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As written to manifest.json."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        """Returns the table that `halfbyte train` prints."""
-        from halfbyte.train.preflight import manifest_text
-
-        return manifest_text(self)
-
-    def peak(self, device: Device) -> float | None:
-        """Dense peak, in FLOP/s, of this mix of multipliers on `device`; None where a peak is not known."""
-        return weighted_peak_flops(self.share_by_multiplier, device.peak)
-
-    def meter(self, device: Device, *, tokens: int, devices: int) -> Throughput:
-        """Rates of a step of `tokens` on `devices` of this kind, MFU against `peak`: for the trainer and for bench."""
-        return Throughput(tokens, self.step_flops / tokens, devices, self.peak(device))
 
 
 def build_precision_manifest(

@@ -1,31 +1,18 @@
 """Checks of a run before anything is compiled: mesh, shapes, blocks, backends, memory; and the manifest as a table."""
 
-import io
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from halfbyte import models
 from halfbyte.devices import Device
 from halfbyte.distributed import DEFAULT_RULES, axis_size, default_shape, make_mesh, mesh_to_text, parse_mesh
-from halfbyte.recipes import GEMM_ROLES
-from halfbyte.train.precision_manifest import (
-    TILES_NAME,
-    XLA_BACKENDS,
-    XLA_NAME,
-    GemmEntry,
-    LinearEntry,
-    PrecisionManifest,
-    build_precision_manifest,
-)
+from halfbyte.train.manifest_entries import PrecisionManifest
+from halfbyte.train.precision_manifest import build_precision_manifest
 from halfbyte.train.precision_phases import phases
 from halfbyte.train.train_config import TrainConfig
 from halfbyte.train.train_state import TrainState, abstract_state
@@ -161,99 +148,3 @@ def device_memory_bytes(device: jax.Device) -> int | None:
         return total // jax.local_device_count()
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit")
-
-
-def manifest_table(manifest: PrecisionManifest) -> Table:
-    """Returns the manifest as a table; manifest.json has every operand of every GEMM."""
-    rows = Table(
-        title=f"precision manifest: recipe {manifest.recipe}, policy {manifest.policy}, {manifest.device}",
-        title_style="bold",
-        title_justify="left",
-        caption=manifest_caption(manifest),
-        caption_justify="left",
-        caption_style="",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
-    for name in ("linear", "layers", "k×n", "fprop", "dgrad", "wgrad", "runs", "FLOPs"):
-        rows.add_column(name, justify="right" if name == "FLOPs" else "left", no_wrap=True)
-    for site in manifest.sites:
-        in_layers = site.path.startswith("layers/")
-        executions = sorted({gemm.execution for gemm in site.gemms.values()} - {"plain"})
-        rows.add_row(
-            site.path.removeprefix("layers/"),
-            f"{site.layers[0]}-{site.layers[1] - 1}" if in_layers else "-",
-            f"{site.k}×{site.n}",
-            *(_cell(site.gemms[gemm]) for gemm in GEMM_ROLES),
-            _runs_cell(site, executions),
-            f"{100 * site.flops / manifest.step_flops:.1f}%",
-            style="" if executions else "dim",
-        )
-    return rows
-
-
-def manifest_text(manifest: PrecisionManifest) -> str:
-    """Returns `manifest_table` as text of at most 120 columns."""
-    text = io.StringIO()
-    Console(width=120, file=text, color_system=None).print(manifest_table(manifest))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-def _runs_cell(site: LinearEntry, executions: list[str]) -> str:
-    """Returns how the GEMMs of a linear run and by which backend, without the backend where it has the same name."""
-    backend = backend_summary(site.backend, site.gemms)
-    if not executions:
-        return site.backend
-    return backend if executions == [backend] else f"{', '.join(executions)} ({backend})"
-
-
-def manifest_caption(manifest: PrecisionManifest) -> str:
-    """Lists the operands of each quantized recipe with the passes that quantize them, and the totals."""
-    lines = []
-    quantized = (site for site in manifest.sites if any(gemm.execution != "plain" for gemm in site.gemms.values()))
-    for site in {site.recipe: site for site in quantized}.values():
-        for name, gemm in site.gemms.items():
-            left, right = gemm.made_by
-            lines.append(f"{site.recipe} {name}: {gemm.left} ({left})  ×  {gemm.right} ({right})")
-    lines += sorted(
-        {
-            f"{backend} does not serve {site.path.removeprefix('layers/')}: {reason}"
-            for site in manifest.sites
-            for backend, reason in site.passed_over.items()
-            if not manifest.device.startswith("cpu")
-        }
-    )
-    multipliers = ", ".join(f"{name} {100 * share:.1f}%" for name, share in manifest.share_by_multiplier.items())
-    lines += [] if manifest.device.startswith("cpu") else [f"norms of a layer: {manifest.norms}"]
-    tokens, tiled = manifest.sites[0].tokens, any(site.backend == TILES_NAME for site in manifest.sites)
-    return "\n".join(
-        [
-            *lines,
-            *(["routers of experts are float32 and never quantized"] if tiled else []),
-            f"{tokens:,} tokens a GEMM; the rest up to 100% of FLOPs is attention, in bf16",
-            f"{100 * manifest.share_4bit:.1f}% of FLOPs in 4 bits; multiplied in {multipliers}",
-        ]
-    )
-
-
-def backend_summary(backend: str, gemms: Mapping[str, GemmEntry]) -> str:
-    """Returns the backend of a linear, and which of its GEMMs XLA multiplies instead."""
-    by_xla = [name for name, gemm in gemms.items() if gemm.multiplied_by == XLA_NAME]
-    is_uniform = backend in (*XLA_BACKENDS, XLA_NAME, TILES_NAME) or not by_xla
-    return backend if is_uniform else f"{backend}; {' '.join(by_xla)} by xla"
-
-
-def pass_summary(gemms: Mapping[str, GemmEntry]) -> str:
-    """Returns the backends whose passes quantize the operands of a linear: one name, or the GEMMs of each."""
-    backends: dict[str, list[str]] = {}
-    for name, gemm in gemms.items():
-        backends.setdefault("+".join(dict.fromkeys(gemm.made_by)), []).append(name)
-    texts = [f"{' '.join(names)}: {by}" for by, names in backends.items()]
-    return next(iter(backends)) if len(backends) == 1 else "; ".join(texts)
-
-
-def _cell(gemm: GemmEntry) -> str:
-    """Returns the formats of both operands; one name if they are the same."""
-    left, right = gemm.left.split()[0], gemm.right.split()[0]
-    return left if left == right else f"{left}×{right}"

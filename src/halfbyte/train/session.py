@@ -23,12 +23,13 @@ from halfbyte.ops import compare_native_grouped_gemms, compare_native_linears, s
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.recipes import GEMM_ROLES, Recipe, ResolvedPolicy
 from halfbyte.train.batch_source import BatchSource, open_batch_source
+from halfbyte.train.manifest_entries import PrecisionManifest, manifest_table
 from halfbyte.train.metric_writers import BackgroundSink, FaultTolerantSink, JsonlSink, Sink, TensorBoardSink, WandbSink
 from halfbyte.train.metrics_log import Throughput, missing_steps, read_rows
 from halfbyte.train.nan_guard import Rollback
-from halfbyte.train.precision_manifest import PrecisionManifest, build_precision_manifest, native_linears
+from halfbyte.train.precision_manifest import build_precision_manifest, native_linears
 from halfbyte.train.precision_phases import PrecisionPhase, phases, with_fallback_recipe
-from halfbyte.train.preflight import GIB, PreflightReport, device_memory_bytes, manifest_table, run_mesh, run_preflight
+from halfbyte.train.preflight import GIB, PreflightReport, device_memory_bytes, run_mesh, run_preflight
 from halfbyte.train.profiler import ProfileCapture
 from halfbyte.train.progress_display import ProgressDisplay, make_display
 from halfbyte.train.resume import Goodput
