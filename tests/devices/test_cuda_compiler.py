@@ -49,16 +49,16 @@ def test_ptxas_is_found_by_the_environment(without_ptxas, tmp_path, environ):
     assert find_ptxas({"PATH": "", name: value}) == file
 
 
-@pytest.mark.parametrize("wheel", WHEELS)
-def test_ptxas_is_found_in_a_wheel(without_ptxas, monkeypatch, tmp_path, wheel):
-    file = make_ptxas(tmp_path / "site-packages" / "nvidia" / wheel)
+def test_ptxas_is_found_in_a_wheel(without_ptxas, monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setattr(compile_target, "TOOLKITS", ())
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "site-packages")])
-    assert find_ptxas({"PATH": ""}) == file
+    for wheel in WHEELS:
+        file = make_ptxas(tmp_path / wheel / "nvidia" / wheel)
+        monkeypatch.setattr(sys, "path", [str(tmp_path / wheel)])
+        assert find_ptxas({"PATH": ""}) == file
 
 
-def test_ptxas_that_cannot_be_executed_is_passed_over(without_ptxas, tmp_path):
+def test_ptxas_that_cannot_be_executed_is_skipped(without_ptxas, tmp_path):
     make_ptxas(tmp_path / "toolkit").chmod(0o644)
     assert find_ptxas({"PATH": "", "CUDA_ROOT": str(tmp_path / "toolkit")}) is None
 

@@ -68,21 +68,18 @@ def test_no_common_point():
     assert math.isnan(loss_curves.final_loss(diverged)[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", [0.0, 0.6])
-def test_the_error_allows_for_memory(memory):
+def test_standard_error_allows_for_autocorrelation():
     """Means of 300 simulated series with neighbours correlated by `memory` spread as the estimate says, within a
     quarter: Bartlett weights over a few lags see about 85% of the deviation at 0.6."""
-    random = np.random.default_rng(1)
-    means, errors = [], []
-    for _ in range(300):
-        values = np.zeros(100)
+    for memory in (0.0, 0.6):
+        values = np.random.default_rng(1).normal(size=(300, 100))
         for at in range(1, 100):
-            values[at] = memory * values[at - 1] + random.normal()
-        means.append(values.mean())
-        errors.append(loss_curves.correlated_error(values))
-    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.25)
+            values[:, at] += memory * values[:, at - 1]
+        errors = [loss_curves.correlated_error(each) for each in values]
+        assert np.mean(errors) == pytest.approx(np.std(values.mean(1)), rel=0.25), memory
     assert loss_curves.correlated_error(np.array([1.0, 2.0])) is None
+    # variance 2/3 and no product with the neighbour, over 3 - 1 points
+    assert loss_curves.correlated_error(np.array([1.0, 2.0, 3.0])) == pytest.approx(math.sqrt(1 / 3))
 
 
 def test_speed_is_a_median_without_the_start():

@@ -61,7 +61,7 @@ def test_scores_are_those_of_each_request_alone(logits_alone, scores):
         assert found.tokens == made.num_scored
 
 
-def test_greedy_is_seen_and_missed(logits_alone, scorer):
+def test_greedy_is_that_of_the_argmax(logits_alone, scorer):
     """A continuation that follows the likeliest tokens, and the same with its first token changed."""
     ids = list(REQUESTS[1].tokens)
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_few_programs_for_all_lengths(scorer, scores):
     assert scoring.padded_lengths(20) == [20]
 
 
-def test_what_does_not_fit_loses_its_beginning(scorer):
+def test_too_long_request_loses_its_beginning(scorer):
     long = request(90, 5)
     cut = ScoreRequest(long.tokens[-65:], 5)
     assert long.truncate_to(64) == cut

@@ -136,7 +136,7 @@ def replaced(loss, params, policy):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # other people's code, older than this JAX
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tree", TREES)
-def test_the_same_linears_in_every_tree(tree, policy):
+def test_linears_are_the_same_in_every_tree(tree, policy):
     report = replaced(*TREES[tree](), policy)
     wanted = sorted((str(layer), name) for layer in range(LAYERS) for name in POLICIES[policy])
     parts = [site.path.replace(".", "/").replace("_", "/").split("/") for site in report.replaced]
@@ -144,7 +144,7 @@ def test_the_same_linears_in_every_tree(tree, policy):
 
 
 @pytest.mark.slow
-def test_linears_without_names_are_told_by_what_they_do():
+def test_linears_without_names_are_found_by_use():
     """Haiku's own numbers, in the order in which they are made: the head, and of each layer q, o, router, up, down."""
     report = replaced(*haiku(names=False), "mlp")
     assert [site.path for site in report.replaced] == ["linear_4/w", "linear_5/w", "linear_9/w", "linear_10/w"]

@@ -55,13 +55,13 @@ ON_THE_WAY = {
 }
 
 
-@pytest.mark.parametrize("way", ON_THE_WAY)
-def test_a_weight_is_followed_through(way):
-    found = report(lambda p, x: x @ ON_THE_WAY[way](p["w"]), "nvfp4", {"w": square()}, X)
-    assert (paths(found.replaced), found.skipped) == (["w"], ())
+def test_weight_is_followed_through_its_operations():
+    for name, way in ON_THE_WAY.items():
+        found = report(lambda p, x, way=way: x @ way(p["w"]), "nvfp4", {"w": square()}, X)
+        assert (paths(found.replaced), found.skipped) == (["w"], ()), name
 
 
-def test_a_weight_is_followed_through_an_all_gather():
+def test_weight_is_followed_through_an_all_gather():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4])
 
     def body(w, x):
@@ -71,7 +71,7 @@ def test_a_weight_is_followed_through_an_all_gather():
     assert paths(report(fn, "nvfp4", square(), jnp.ones((64, 32))).replaced) == ["w"]
 
 
-def test_weights_computed_of_several_have_the_largest_for_a_name_and_data_end_it():
+def test_weight_of_several_has_the_name_of_the_largest():
     def fn(p, x):
         x = x @ (p["w"] + p["a"] @ p["b"]) * p["scale"]
         return x @ (p["w"] * jnp.mean(x)), p["table"][jnp.argmax(x, -1)] @ p["v"]
@@ -121,7 +121,7 @@ def test_layer_numbers_come_from_names(names, options):
     assert paths(found.replaced) == [f"{names[-1]}/w"]
 
 
-def test_stacks_of_different_lengths_are_told_apart_by_a_pattern():
+def test_stacks_of_unequal_length_need_a_pattern():
     p = {"blocks": square(4), "other": square(2)}
 
     def fn(p, x):
@@ -136,7 +136,7 @@ def test_stacks_of_different_lengths_are_told_apart_by_a_pattern():
     assert [(site.path, site.layers) for site in found.replaced] == [("blocks", range(1, 4))]
 
 
-def test_a_rule_may_leave_a_weight_alone():
+def test_rule_may_leave_a_weight_alone():
     p = {"router": jnp.ones((32, 16)), "up": square()}
     fn = lambda p, x: x @ p["up"] @ p["router"]  # noqa: E731
     found = report(fn, rules(("router", None), ("*", "nvfp4")), p, X)
@@ -144,7 +144,7 @@ def test_a_rule_may_leave_a_weight_alone():
     assert [site.skip_reason for site in found.skipped] == ["rule 'router' leaves it alone"]
 
 
-def test_products_that_are_no_dots_are_reported():
+def test_products_that_are_no_dots_are_skipped():
     p = {"attn": square(), "experts": jnp.ones((4, 32, 128)), "patch": jnp.ones((32, 3, 4, 4))}
 
     def loss(p, x, image):
@@ -182,7 +182,7 @@ class Linear(eqx.Module):
 
 
 @pytest.mark.slow
-def test_dot_general_is_a_pytree_of_one_child_whatever_that_is():
+def test_dot_general_is_a_pytree_of_one_child():
     dot = hb.dot_general("nvfp4", key=KEY, site="lin")
     holes = jax.tree.map(lambda _: None, dot)
     assert jax.tree.structure(holes, is_leaf=lambda x: x is None).num_leaves == 1
@@ -204,7 +204,7 @@ class Stateful(nnx.Module):
 
 
 @pytest.mark.slow
-def test_what_a_function_writes_into_an_nnx_module_is_written():
+def test_nnx_state_written_by_the_function_is_kept():
     model, loss = Stateful(nnx.Rngs(0)), lambda m, x: jnp.mean((m(x) - x) ** 2)
     ours = hb.apply_recipe(loss, "fp8", show=None)
     assert len(ours.report(model, X).replaced) == 2
@@ -291,7 +291,7 @@ def test_named_policies_find_mlps_by_what_they_compute():
     ]  # fmt: skip
 
 
-def test_what_lies_in_an_mlp_is_its_own_and_the_scale_of_a_norm_is_no_weight():
+def test_value_of_a_gated_mlp_is_mlp_and_norm_scale_no_weight():
     """As Penzai writes them: `value` is the ungated half of an MLP, and a norm multiplies by an einsum."""
     names = [f"block_0/{name}" for name in ("pre_ffw_norm", "mlp/gate", "mlp/value", "mlp/out", "attention/value")]
 
