@@ -205,7 +205,7 @@ def pytest_ignore_collect(collection_path, config):
 # One test of these files takes a minute or more: begun first, so that no worker is left alone with one at the end.
 LONGEST = {
     "test_other_targets.py", "test_processes.py", "test_exercises.py", "test_family.py", "test_subset.py",
-    "test_resume.py", "test_meshes.py", "test_guard.py", "test_own_recipe.py", "test_published.py", "test_command.py",
+    "test_resume.py", "test_guard.py", "test_own_recipe.py", "test_published.py", "test_command.py",
     "test_remainder.py", "test_radar_experts.py", "test_inspection.py", "test_experts_mesh.py", "test_loop.py",
     "test_digests.py",
 }  # fmt: skip

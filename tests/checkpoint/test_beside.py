@@ -83,18 +83,6 @@ def test_checkpoint_being_read_is_deleted_later(tmp_path):
     store.close()
 
 
-@pytest.mark.slow
-def test_deleted_checkpoint_is_deleted_and_one_without_a_file_corrupt(tmp_path):
-    store = filled(tmp_path, steps=(1, 2))
-    shutil.rmtree(tmp_path / "1")
-    with pytest.raises(CheckpointDeletedError):
-        store.restore(1, abstract(tree(1)))
-    next((tmp_path / "2").rglob("manifest.ocdbt")).unlink()
-    with pytest.raises(CorruptCheckpointError):
-        store.restore(2, abstract(tree(2)))
-    store.close()
-
-
 def test_half_deleted_checkpoint_is_deleted(tmp_path, monkeypatch):
     """Its run has removed a file and stands still for a moment, on a busy machine; for good, it is damaged."""
     filled(tmp_path, steps=(1, 2)).close()

@@ -1,9 +1,7 @@
 """Loading. Oracle: the rows as stored. Property: global batches depend on data, seed and index, not on hosts."""
 
-import concurrent.futures
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -131,16 +129,6 @@ def test_a_set_smaller_than_a_batch_can_be_part_of_a_mixture(mixture):
     assert len(next(loader(mixture, batch=small + 1))["tokens"]) == small + 1
 
 
-@pytest.mark.slow
-def test_rows_read_by_many_threads_are_the_rows(dataset):
-    rows = dataset.rows("train")
-    order = np.random.default_rng(0).integers(0, len(rows), 3000).tolist()
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        got = list(threads.map(rows.__getitem__, order))
-    everything = rows.read_all()
-    assert all(data == everything[i].tobytes() for i, data in zip(order, got, strict=True))
-
-
 def test_validation_comes_once_in_order_by_source(dataset):
     for source in validation_sources(dataset):
         rows = dataset.read_rows("validation", source)
@@ -211,19 +199,6 @@ def test_no_validation_says_how_to_get_one(corpus, tmp_path):
     out = prepare(corpus, tokenizer="bytes", out=tmp_path / "set", seq_len=32, val_fraction=0.0).directory
     with pytest.raises(ValueError, match="no validation rows .* prepare with --val-fraction or --validation"):
         loader(open_dataset(out), batch=2, split="validation")
-
-
-@pytest.mark.slow
-def test_waiting_is_measured_and_hidden_when_the_step_is_longer(dataset):
-    source = loader(dataset, batch=BATCH, prefetch=4)
-    next(source)
-    waited = []
-    for _ in range(5):
-        time.sleep(0.02)  # a training step
-        next(source)
-        waited.append(source.wait_seconds)
-    assert all(w >= 0.0 for w in waited)
-    assert source.total_wait_seconds >= sum(waited)
 
 
 def test_a_closed_loader_frees_its_threads(dataset):

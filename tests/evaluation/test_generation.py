@@ -8,8 +8,7 @@ import pytest
 
 from halfbyte import models
 from halfbyte.data.tokenizer import byte_tokenizer
-from halfbyte.distributed import make_mesh
-from halfbyte.evaluation import GENERATION_RULES, LanguageModel, Sampling, TextGenerator
+from halfbyte.evaluation import LanguageModel, Sampling, TextGenerator
 from halfbyte.evaluation.generation import decode_continuation
 
 PROMPT = "halfbyte"
@@ -46,18 +45,6 @@ def random(model):
 def test_greedy_with_a_cache_is_greedy_without(model, greedy, expected):
     assert len(set(expected)) > 3  # a model that repeats itself would show nothing
     assert list(greedy.tokens(model.tokenizer.encode(PROMPT, bos=True), max_tokens=20)) == expected
-
-
-@pytest.mark.slow
-def test_a_mesh_writes_the_same(model, expected):
-    """One text over four devices: weights split along both dims, as for a model that one device cannot hold."""
-    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
-    models.check_mesh(model.config, mesh)
-    placed = jax.device_put(model.params, models.param_shardings(model.config, mesh))
-    context = dataclasses.replace(model.context, mesh=mesh, rules=GENERATION_RULES)
-    spread = dataclasses.replace(model, params=placed, context=context)
-    prompt = model.tokenizer.encode(PROMPT, bos=True)
-    assert list(TextGenerator(spread).tokens(prompt, max_tokens=20)) == expected
 
 
 def test_it_stops_at_the_end_of_text(model, greedy, expected, monkeypatch):

@@ -4,7 +4,6 @@ Oracle: reports written down here; nothing is compiled.
 """
 
 import equinox as eqx
-import haiku as hk
 import haliax as hax
 import haliax.nn as hnn
 import jax
@@ -302,11 +301,3 @@ def test_value_of_a_gated_mlp_is_mlp_and_norm_scale_no_weight():
 
     params = {name: jnp.ones(32) if "norm" in name else square() for name in names}
     assert paths(report(fn, hb.policy("mlp", "nvfp4"), params, X).replaced) == names[1:4]
-
-
-@pytest.mark.slow
-def test_haiku_and_its_numbers():
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 32, 16])(x)))
-    params = net.init(jax.random.key(0), X)
-    found = report(net.apply, rules(("*/w", "nvfp4", (0, 1))), params, X)
-    assert paths(found.replaced) == ["mlp/~/linear_0/w"]

@@ -15,7 +15,7 @@ from halfbyte.io.dataclass_json import to_dict
 from halfbyte.io.trusted_programs import UntrustedProgramError, trust_only_named_programs
 from halfbyte.recipes.user_recipes import check_program_unchanged, is_same_program, pin_to_digest
 from halfbyte.study.study_plan import load_plan
-from halfbyte.train import CheckpointConfig, phases, resolve_policy
+from halfbyte.train import phases, resolve_policy
 from halfbyte.train.resume import fill_new_fields
 from halfbyte.train.run_directory import open_run_directory
 
@@ -107,16 +107,3 @@ def test_values_reach_the_config_of_a_run():
     made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
     config = tiny(recipe=made, policy=hb.Policy("p", (hb.Rule("layers/mlp/*", made),)))
     assert config == dataclasses.replace(config) and json.loads(config.recipe)["name"] == "mine"
-
-
-@pytest.mark.slow
-def test_values_train_without_a_terminal(tmp_path, capfd):
-    """One step; the recipe and the policy are values, and the manifest says what ran."""
-    made = dataclasses.replace(hb.recipe("mxfp8"), name="mine", fprop_x=hb.OperandPolicy())
-    rules = hb.Policy("last", (hb.Rule("layers/mlp/up", made, (-1, None)),))
-    config = tiny(recipe=made, policy=rules, steps=1, checkpoint=CheckpointConfig(every=0))
-    result = hb.train(config, tmp_path / "run")
-    assert result.step == 1 and capfd.readouterr().out == ""
-    sites = json.loads((tmp_path / "run" / "manifest.json").read_text())["sites"]
-    recipes = {(site["path"], *site["layers"]): site["recipe"] for site in sites if "mlp/up" in site["path"]}
-    assert recipes == {("layers/mlp/up", 0, 1): "bf16", ("layers/mlp/up", 1, 2): "mine"}
