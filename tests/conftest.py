@@ -106,6 +106,13 @@ def quick_compiles(compiled_programs):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module")
+def float32_products():
+    """On a GPU float32 GEMMs are TF32 unless asked; comparisons to the last digits need real ones."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
 def use_cache(folder):
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -14,7 +14,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
-from tiny import tiny
 
 from halfbyte.checkpoint import LOCK_FILE, NAME, RunDirectoryLockedError, RunLock, bucket_copy, object_store, store
 from halfbyte.cli.main import main
@@ -22,6 +21,7 @@ from halfbyte.io import dataclass_json
 from halfbyte.train import CheckpointConfig, run_identity, train
 from halfbyte.train.loop import Loop
 from halfbyte.train.run_identity import RUN_MARKER_FILES, RunDirectoryClaim, RunIdentity, file_hash, save_identity
+from tiny import ONE_LAYER, tiny
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -154,7 +154,7 @@ def test_failed_start_leaves_its_prefix_to_the_next_run(tmp_path, monkeypatch, c
     """It fails while the step compiles, after the prefix was claimed. The store is a directory."""
     spec = {"driver": "file", "path": f"{tmp_path}/bucket/"}
     monkeypatch.setattr(object_store, "spec_of", lambda url: spec)
-    dataclass_json.save_config(tiny(steps=2), tmp_path / "in.json")
+    dataclass_json.save_config(tiny(model=ONE_LAYER, recipe="bf16", steps=2), tmp_path / "in.json")
     words = ["train", "--config", str(tmp_path / "in.json"), "--copy-to", "s3://bucket/run", "--no-sample", "--run-dir"]
 
     def fails(self):
@@ -200,7 +200,7 @@ def test_run_without_its_directory_ends_and_leaves_nothing(tmp_path, monkeypatch
 
     save = store._write_and_wait
     monkeypatch.setattr(store, "_write_and_wait", late)
-    config = tiny(recipe="bf16", checkpoint=CheckpointConfig(every=2))
+    config = tiny(model=ONE_LAYER, recipe="bf16", checkpoint=CheckpointConfig(every=2))
     with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
         train(config, vandal.directory, console=console, observers=[vandal])
     assert vandal.steps == 3

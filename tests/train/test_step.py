@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import ONE_LINEAR, tiny
 
 from halfbyte import models
 from halfbyte.train import LossScaleConfig, PrecisionConfig, create_state, jit_train_step, phases, run_mesh
@@ -21,6 +20,7 @@ from halfbyte.train.train_step import (
     gradients,
     split_microbatches,
 )
+from tiny import ONE_LAYER, ONE_LINEAR, tiny
 
 
 @functools.cache
@@ -59,9 +59,9 @@ def test_microbatches_keep_rows_on_their_device():
     assert split[1, :, 0].tolist() == [1, 3, 5, 7]
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch():
+def test_accumulated_gradients_equal_those_of_the_batch():
     """Uneven numbers of scored tokens: a mean of means would be off by a factor of eight in some rows."""
-    whole = tiny(recipe="bf16", z_loss=1e-3, precision=PrecisionConfig(compute_dtype="float32"))
+    whole = tiny(model=ONE_LAYER, recipe="bf16", z_loss=1e-3, precision=PrecisionConfig(compute_dtype="float32"))
     cut = dataclasses.replace(whole, accumulate=4)
     mesh = run_mesh(whole, jax.devices()[:1])
     state = create_state(whole, mesh)
@@ -97,11 +97,12 @@ def test_a_power_of_two_loss_scale_changes_no_bit():
 
 def test_overflow_skips_the_step_and_halves():
     """Weights of 1e34 in the head overflow float32 gradients."""
-    mesh, step = prepared(SCALED)
-    state = create_state(SCALED, mesh)
+    config = dataclasses.replace(SCALED, model=ONE_LAYER, recipe="bf16")
+    mesh, step = prepared(config)
+    state = create_state(config, mesh)
     state = dataclasses.replace(state, params={**state.params, "head": state.params["head"] * 1e34})
     before = jax.device_get(state)
-    rows = next(open_batch_source(SCALED).loader(mesh))
+    rows = next(open_batch_source(config).loader(mesh))
     state, metrics = step(state, make_global_batch(rows, mesh, batch=8))
     assert not np.isfinite(float(metrics["grad_norm"]))
     assert equal(before.params, state.params)
@@ -125,8 +126,8 @@ def test_scale_grows_after_good_steps_and_is_bounded():
     )
 
 
-def test_loss_falls_and_starts_where_it_should():
-    _, metrics = run(PLAIN, steps=6)
+def test_loss_starts_at_ln_vocab_and_falls():
+    _, metrics = run(dataclasses.replace(PLAIN, model=ONE_LAYER), steps=6)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.2
     assert metrics[0]["loss"] == pytest.approx(np.log(64) + 0.5, rel=0.1)  # ln(vocab) + half the variance of the logits
 
@@ -144,7 +145,7 @@ class Program:
         return Program("", self.compiled)
 
 
-def test_a_program_whose_8_bit_gemms_cannot_be_told_is_refused():
+def test_program_without_named_8_bit_gemms_is_refused():
     config = tiny(recipe="fp8")
     resolved = phases(config)[0].resolved(config)
     call = '%c = custom-call(%a), custom_call_target="__cublas$lt$matmul$f8"'
@@ -161,7 +162,7 @@ def test_a_program_whose_8_bit_gemms_cannot_be_told_is_refused():
     "remat, axes, ahead",
     [("full", {"fsdp": 8}, True), ("full", {"fsdp": 4, "tensor": 2}, False), ("quantized", {"tensor": 2}, True)],
 )
-def test_gathers_ahead_are_off_where_a_layer_would_be_computed_twice(remat, axes, ahead):
+def test_gather_pipelining_is_off_where_it_recomputes_layers(remat, axes, ahead):
     """Compiled for 128 GB300 with them, 405B multiplied 1.047x of what is needed."""
     gpu = SimpleNamespace(platform="cuda")
     mesh = SimpleNamespace(devices=np.array([gpu]), size=8, shape=axes)
