@@ -201,7 +201,7 @@ def test_copied_run_is_fetched_byte_for_byte(store, run, tmp_path, until):
     only_our_own_is_touched(store)
 
 
-def test_files_larger_than_a_part_are_split_and_growing_ones_sent_once(store, run, tmp_path, monkeypatch):
+def test_large_files_are_split_and_growing_ones_sent_once(store, run, tmp_path, monkeypatch):
     monkeypatch.setattr(bucket_copy, "PART", 700)
     monkeypatch.setattr(bucket_copy, "GROWING_PART", 256)
     checkpoint(run, 2, size=2000)
@@ -261,7 +261,7 @@ def test_second_writer_is_refused_and_takes_over_when_told(store, run, tmp_path,
     only_our_own_is_touched(store)
 
 
-def test_run_that_fails_before_its_first_checkpoint_releases_the_prefix(store, run, tmp_path, until):
+def test_run_without_a_checkpoint_releases_its_prefix(store, run, tmp_path, until):
     """The run has removed its directory; the next run has another name. Nothing is deleted for that."""
     said = []
     failed = copy(store, run, run="fedcba9876543210", say=said.append)
@@ -300,7 +300,7 @@ def test_prefix_that_is_no_longer_its_own_is_not_released(store, run, tmp_path):
     only_our_own_is_touched(store)
 
 
-def test_prefix_of_another_process_in_the_same_directory_is_not_released(store, run, monkeypatch):
+def test_prefix_of_another_session_is_not_released(store, run, monkeypatch):
     """Somebody has removed `.lock`: two processes are the same writer, each in a session of its own."""
     said = []
     first = copy(store, run, say=said.append)
@@ -313,7 +313,7 @@ def test_prefix_of_another_process_in_the_same_directory_is_not_released(store, 
     only_our_own_is_touched(store)
 
 
-def test_prefix_of_a_run_without_checkpoints_is_taken_over_when_told(store, run, tmp_path, until):
+def test_prefix_without_checkpoints_may_be_taken_over(store, run, tmp_path, until):
     """Its process was killed, and its directory was removed by hand."""
     said = []
     killed = copy(store, run, run="fedcba9876543210", say=said.append)
@@ -357,7 +357,7 @@ def test_step_that_the_run_has_made_again_is_copied_again(store, run, tmp_path):
     only_our_own_is_touched(store)
 
 
-def test_head_write_that_was_given_up_and_came_through_ends_nothing(store, run, tmp_path, monkeypatch, until):
+def test_late_write_of_the_head_ends_nothing(store, run, tmp_path, monkeypatch, until):
     """A write of the head that timed out is done by the store between the next read of the head and its write."""
     write, given_up = Objects.write, []
 
@@ -570,7 +570,7 @@ def test_checkpoint_removed_before_it_was_copied_is_reported(store, run, monkeyp
     assert said[-1] == f"COPY: not in {store.url}: checkpoint 2, which the run has removed"
 
 
-def test_checkpoints_that_come_and_go_during_an_upload_are_reported(store, run, monkeypatch):
+def test_checkpoints_deleted_during_an_upload_are_reported(store, run, monkeypatch):
     """The upload of the first takes so long that no look sees the second and the third."""
     said, write, coming, ended = [], Objects.write, threading.Event(), threading.Event()
 
@@ -673,7 +673,7 @@ def test_directory_without_a_name_is_refused(store, run):
     assert store.objects() == before
 
 
-def test_files_that_fetch_would_refuse_are_reported_and_stop_nothing_else(store, run, tmp_path):
+def test_files_that_fetch_would_refuse_are_reported(store, run, tmp_path):
     said, before = [], contents(run)
     deep = run / Path(*["a"] * bucket_copy.MAX_DEPTH)
     deep.mkdir(parents=True)
@@ -688,7 +688,7 @@ def test_files_that_fetch_would_refuse_are_reported_and_stop_nothing_else(store,
     assert before.items() <= fetched.items() and any("checkpoints/2/" in name for name in fetched)
 
 
-def test_deletions_that_failed_halfway_do_not_delete_what_comes_back(store, run, tmp_path, monkeypatch, until):
+def test_failed_deletion_spares_a_checkpoint_that_comes_back(store, run, tmp_path, monkeypatch, until):
     """A checkpoint is moved away, deleted from the bucket halfway, and moved back before that is tried again."""
     said, write, deleted, moved = [], Objects.write, [], threading.Event()
 
@@ -729,7 +729,7 @@ def test_store_that_stays_away_ends_the_wait_and_loses_nothing(store, run, tmp_p
     assert fetched(store, tmp_path / "to") == contents(run)
 
 
-def test_tampered_truncated_and_missing_objects_are_refused(store, run, tmp_path):
+def test_tampered_truncated_or_missing_objects_are_refused(store, run, tmp_path):
     upload(store, run, step=2)
     own = {key: data for key, data in store.objects().items() if key not in OTHERS}
     said = []
@@ -777,7 +777,7 @@ def hostile(head):
     yield head | {"run": "../fedcba9876543210"}
 
 
-def test_hostile_heads_write_nothing_and_are_one_sentence(store, run, tmp_path):
+def test_hostile_heads_are_refused_in_one_sentence(store, run, tmp_path):
     upload(store, run, step=2)
     key = f"{PREFIX}/halfbyte-copy.json"
     good = json.loads(json.loads(store.get(key))["content"])
@@ -826,7 +826,7 @@ def test_broken_download_is_resumed(store, run, tmp_path, monkeypatch):
     assert len(set(again)) == len(again) < len(store.objects()) - len(OTHERS)  # what was whole is not fetched again
 
 
-def test_what_a_broken_download_left_is_not_believed(store, run, tmp_path):
+def test_files_of_a_broken_download_are_verified(store, run, tmp_path):
     upload(store, run, step=2)
     (tmp_path / ".to.fetching").mkdir()
     (tmp_path / ".to.fetching" / "config.json").write_text("[]")
@@ -834,7 +834,7 @@ def test_what_a_broken_download_left_is_not_believed(store, run, tmp_path):
     assert fetched(store, tmp_path / "to") == contents(run)
 
 
-def test_download_of_another_step_is_refused_before_anything_is_fetched(store, run, tmp_path, monkeypatch):
+def test_partial_download_of_another_step_is_refused(store, run, tmp_path, monkeypatch):
     upload(store, run, step=2)
     read, keys = Objects.read, []
 
@@ -899,7 +899,7 @@ def test_directory_that_holds_something_else_is_left_alone(store, run, tmp_path,
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_run_that_an_earlier_version_kept_in_a_bucket_is_left_alone(store, run, tmp_path):
+def test_bucket_of_an_earlier_version_is_left_alone(store, run, tmp_path):
     store.put(f"{PREFIX}/head.json", b'{"files": {}}')
     before = store.objects()
     checkpoint(run, 2)

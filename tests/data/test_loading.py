@@ -80,7 +80,7 @@ def test_resumes_anywhere_on_another_number_of_hosts(make, index):
 
 
 @pytest.mark.slow
-def test_state_is_the_number_of_batches_taken_whatever_was_read_ahead(make):
+def test_state_counts_batches_taken_not_read_ahead(make):
     source = make(prefetch=16)
     assert source.get_state() == {"next_index": 0}
     batches = take(source, 7)
@@ -99,12 +99,12 @@ def test_seeds_differ_and_one_seed_repeats(make):
 
 
 @pytest.mark.parametrize("bad", [{}, {"next_index": -1}, {"next_index": "3"}, {"index": 3}])
-def test_a_state_that_is_none_is_refused(make, bad):
+def test_malformed_state_is_refused(make, bad):
     with pytest.raises(ValueError, match="next_index"):
         make().set_state(bad)
 
 
-def test_an_epoch_holds_every_row_once_and_epochs_differ(dataset):
+def test_epoch_holds_every_row_once_and_epochs_differ(dataset):
     rows = dataset.read_rows("train")
     count = len(rows)
     seen = joined(take(loader(dataset, batch=1, seed=0), 2 * count))["tokens"]
@@ -116,7 +116,7 @@ def test_an_epoch_holds_every_row_once_and_epochs_differ(dataset):
 
 
 @pytest.mark.slow
-def test_a_mixture_is_drawn_in_proportion(mixture):
+def test_mixture_is_drawn_in_proportion(mixture):
     rows = [{row.tobytes() for row in d.read_rows("train")["tokens"][:, :-1]} for d in mixture.datasets]
     drawn = joined(take(loader(mixture, batch=BATCH), 125))["tokens"].astype("<u2")
     from_first = sum(row.tobytes() in rows[0] for row in drawn)
@@ -124,7 +124,7 @@ def test_a_mixture_is_drawn_in_proportion(mixture):
     assert all(row.tobytes() in rows[0] | rows[1] for row in drawn)
 
 
-def test_a_set_smaller_than_a_batch_can_be_part_of_a_mixture(mixture):
+def test_set_smaller_than_a_batch_can_be_part_of_a_mixture(mixture):
     small = mixture.datasets[1].num_rows("train")
     assert len(next(loader(mixture, batch=small + 1))["tokens"]) == small + 1
 
@@ -160,7 +160,7 @@ def test_fewer_batches_can_be_asked_for(make, dataset):
     assert len(list(loader(dataset, batch=BATCH, split="validation", max_batches=10**6))) < 100
 
 
-def test_a_validation_loader_starts_over(dataset):
+def test_validation_loader_starts_over(dataset):
     source = loader(dataset, batch=BATCH, split="validation")
     first = list(source)
     source.set_state({"next_index": 0})
@@ -188,7 +188,7 @@ def test_one_source_alone_can_be_trained_on(dataset):
         ({"batch": 8, "seed": -1}, "seed -1"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(dataset, settings, message):
+def test_unsupported_loader_settings_are_refused(dataset, settings, message):
     with pytest.raises(ValueError, match=message):
         loader(dataset, **settings)
 
@@ -201,7 +201,7 @@ def test_no_validation_says_how_to_get_one(corpus, tmp_path):
         loader(open_dataset(out), batch=2, split="validation")
 
 
-def test_a_closed_loader_frees_its_threads(dataset):
+def test_closed_loader_frees_its_threads(dataset):
     before = set(threading.enumerate())
     with loader(dataset, batch=BATCH) as source:
         next(source)

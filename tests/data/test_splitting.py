@@ -35,21 +35,21 @@ def test_both_sides_are_used(documents, fraction):
     assert used == {TRAIN, VALIDATION}
 
 
-def test_the_share_is_about_the_fraction():
+def test_share_is_about_the_fraction():
     documents = [f"document {i}".encode() for i in range(4000)]
     rule = rule_for(documents, 0.1)
     held = sum(divide(rule, d)[0][0] == VALIDATION for d in documents)
     assert 320 < held < 480  # 4 standard deviations of a binomial around 400
 
 
-def test_a_single_document_gives_its_tail_after_a_line():
+def test_single_document_gives_its_tail_after_a_line():
     document = b"".join(b"line %d\n" % i for i in range(1000))
     (first, train, _), (second, held, _) = divide(rule_for([document], 0.1), document)
     assert (first, second) == (TRAIN, VALIDATION)
     assert train.endswith(b"\n") and len(held) == pytest.approx(0.1 * len(document), rel=0.2)
 
 
-def test_a_tail_is_found_in_pieces_too():
+def test_tail_is_found_in_pieces_too():
     document = b"".join(b"line %d\n" % i for i in range(1000))
     rule, key = rule_for([document], 0.3), document_key(document)
     parts = []

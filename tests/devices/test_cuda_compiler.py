@@ -64,7 +64,7 @@ def test_ptxas_that_cannot_be_executed_is_skipped(without_ptxas, tmp_path):
 
 
 @pytest.mark.parametrize("plugin, words", [(False, "CUDA compiler plugin"), (True, "assembler ptxas")])
-def test_what_is_missing_is_named_with_a_remedy(without_ptxas, monkeypatch, plugin, words):
+def test_missing_compiler_is_named_with_a_remedy(without_ptxas, monkeypatch, plugin, words):
     monkeypatch.setattr(compile_target, "any_installed", lambda names: plugin)
     monkeypatch.setenv("PATH", "")
     assert words in missing_cuda_compiler() and install_command("plan") in missing_cuda_compiler()
@@ -108,6 +108,6 @@ def test_plan_without_ptxas_names_what_to_install(tmp_path):
 
 @pytest.mark.cuda_compiler
 @pytest.mark.skipif(not wheel_folders(), reason="needs the wheel nvidia-cuda-nvcc-cu12, which the extra `plan` brings")
-def test_the_wheel_serves_without_a_toolkit(tmp_path):
+def test_wheel_serves_without_a_toolkit(tmp_path):
     done = run_hiding([folder for folder in TOOLKITS if os.path.isdir(folder)], ["-c", COMPILE], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

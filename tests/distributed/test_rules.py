@@ -51,12 +51,12 @@ def test_constrain():
     assert y.sharding.is_equivalent_to(named_sharding(("batch", None), on), 2)
 
 
-def test_a_dim_that_does_not_divide_is_named():
+def test_dim_that_does_not_divide_is_named():
     with pytest.raises(ValueError, match="the batch is 6, which data=2 x fsdp=4 does not divide"):
         check_sharded(6, "batch", mesh(data=2, fsdp=4), what="the batch")
 
 
-def test_a_shard_that_cuts_a_block_is_refused():
+def test_shard_that_cuts_a_block_is_refused():
     shapes = {"layers/mlp/up": ((2, 64, 96), ("layers", "embed", "mlp"))}
     check_model_dims(shapes, mesh(fsdp=4, tensor=2))
     with pytest.raises(

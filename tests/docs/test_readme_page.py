@@ -176,7 +176,7 @@ def test_every_figure_has_a_link_to_evidence_next_to_it(page):
             assert link.startswith("https://") or (path.parent / link).exists(), link
 
 
-def test_the_link_next_to_a_figure_is_its_own():
+def test_link_next_to_a_figure_is_its_evidence():
     """The file, or the folder of the study, that `computed` reads it from."""
     grid_names = ("+2.66%", "[1.75, 3.56]", "3.2M", "16.4", "+1.21%", "23.9M", "2.2")
     source = dict.fromkeys(grid_names, "parity/gaps.json")
@@ -273,7 +273,7 @@ def test_league_page_has_the_gaps_of_its_runs():
     assert sum(map(int, counts)) == 39 and len(planned) == 39 + 2 + 1 + 3  # bf16, and three of the ablation alone
 
 
-def test_the_gemm_times_of_the_recipe_halfbyte_are_those_of_the_devices():
+def test_gemm_times_of_recipe_halfbyte_are_those_of_devices():
     """Shares of bf16's time on the page of the recipe: four or three GEMMs of three, by peak and by fitted rates."""
     from halfbyte.devices import device_by_name
     from halfbyte.plan.rate_calibration import FITTED_RATES
@@ -288,7 +288,7 @@ def test_the_gemm_times_of_the_recipe_halfbyte_are_those_of_the_devices():
         assert (four, three, fp8) == pytest.approx(wanted, abs=0.006)
 
 
-def test_the_page_is_short_and_its_picture_exists():
+def test_page_is_short_and_its_picture_exists():
     assert len(PAGE.splitlines()) <= 130
     assert (ROOT / re.search(r"^!\[[^\]]+\]\((\S+)\)", PAGE, re.M)[1]).exists()
 
@@ -297,12 +297,12 @@ def fence(language, number=0):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.S | re.M)[number]
 
 
-def test_the_python_block_has_eight_lines():
+def test_python_block_has_eight_lines():
     assert len([line for line in fence("python").splitlines() if line.strip()]) == 8
 
 
 @pytest.mark.slow
-def test_the_python_block_prints_what_stands_below_it(quick_code):
+def test_python_block_prints_the_output_below_it(quick_code):
     """The report goes to stderr and the losses to stdout; losses within 3%, as sums differ between processors."""
     out, err = io.StringIO(), io.StringIO()
     promotion = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")  # a reader's defaults
@@ -323,7 +323,7 @@ def form(line):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number, words", [(1, f"train demo {SMALL} --run-dir run"), (2, "doctor")])
-def test_what_a_command_shows_has_the_form_that_the_page_shows(
+def test_output_of_a_command_has_the_form_of_the_page(
     number, words, tmp_path, monkeypatch, capfd, one_device, quick_compiles
 ):
     """Line by line, numbers aside: `make train` is the demo, here two steps of one layer of it."""

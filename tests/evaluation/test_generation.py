@@ -47,7 +47,7 @@ def test_greedy_with_a_cache_is_greedy_without(model, greedy, expected):
     assert list(greedy.tokens(model.tokenizer.encode(PROMPT, bos=True), max_tokens=20)) == expected
 
 
-def test_it_stops_at_the_end_of_text(model, greedy, expected, monkeypatch):
+def test_generation_stops_at_end_of_text(model, greedy, expected, monkeypatch):
     tokenizer = byte_tokenizer()
     tokenizer.eos_id = expected[6]
     monkeypatch.setattr(greedy, "model", dataclasses.replace(model, tokenizer=tokenizer))
@@ -83,7 +83,7 @@ def test_impossible_lengths_are_refused(greedy):
         list(greedy.tokens([], max_tokens=4))
 
 
-def test_a_tokenizer_of_another_model_is_refused(model):
+def test_tokenizer_of_another_model_is_refused(model):
     small = dataclasses.replace(model.config, vocab_size=256)
     with pytest.raises(ValueError, match="the tokenizer has 257 ids, but model tiny knows only 256"):
         LanguageModel(small, model.params, model.tokenizer, model.context, 64)

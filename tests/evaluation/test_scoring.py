@@ -102,7 +102,7 @@ def test_logits_in_slices_are_the_same(model, scores, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_mesh_gives_the_same(model, scores):
+def test_mesh_gives_the_same(model, scores):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     placed = jax.device_put(model.params, models.param_shardings(model.config, mesh))
     context = dataclasses.replace(model.context, mesh=mesh, rules=SCORING_RULES)

@@ -106,7 +106,7 @@ def test_files_that_are_no_task(tmp_path):
         read(tmp_path / "e.jsonl.xz")
 
 
-def test_a_limit_is_spread_over_the_file(tmp_path):
+def test_limit_is_spread_over_the_file(tmp_path):
     _, items = read(write(tmp_path / "a.jsonl", [{"text": str(number)} for number in range(10)]))
     assert [item["text"] for item in subsample(items, 4)] == ["0", "2", "5", "7"]
     assert subsample(items, 0) == subsample(items, 99) == items

@@ -88,7 +88,7 @@ def test_broken_file_is_refused_before_anything_is_allocated(tmp_path):
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(edits=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6), cut=st.integers(0, 400))
-def test_damaged_bytes_are_refused_or_read_as_the_library_reads_them(tmp_path_factory, edits, cut):
+def test_fuzzed_file_is_refused_or_read_as_by_safetensors(tmp_path_factory, edits, cut):
     content = bytearray(save(TENSORS, {"format": "pt"}))
     for at, value in edits:
         content[at % len(content)] = value

@@ -64,7 +64,7 @@ def test_logits_of_an_export_agree(imported, transformers, written, cfg, tokens,
 
 
 @pytest.mark.slow(fast_cases=["llama-tied"])
-def test_an_activation_is_written_and_read_by_its_name(imported, transformers, cfg, tokens, tmp_path):
+def test_activation_is_exported_and_imported_by_name(imported, transformers, cfg, tokens, tmp_path):
     gelu = cfg.replace(activation="gelu")
     fields = hf_config.config_to_hf(gelu)
     assert hf_config.config_from_hf(fields, cfg.name) == gelu
@@ -78,7 +78,7 @@ def test_an_activation_is_written_and_read_by_its_name(imported, transformers, c
 
 
 @pytest.mark.slow
-def test_a_mesh_reads_the_same(imported, written, cfg):
+def test_mesh_reads_the_same(imported, written, cfg):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     with HfFolder(written) as folder:
         spread = load_params(folder, cfg, mesh=mesh)

@@ -30,7 +30,7 @@ def depth_of(value):
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(values)
-def test_what_json_writes_is_read_back(value):
+def test_json_round_trip(value):
     text = json.dumps(value)
     assert io.parse_json(text, what="x") == value
     assert nesting_depth(text.encode()) == depth_of(value)
@@ -51,7 +51,7 @@ def test_depth_is_refused_before_it_is_parsed(opening):
         io.parse_json(opening * 300_000, what="x")
 
 
-def test_brackets_in_strings_are_no_depth_and_a_torn_string_takes_no_time():
+def test_depth_counts_no_brackets_in_strings():
     assert io.parse_json(json.dumps(["[" * 5000]), what="x") == ["[" * 5000]
     assert depth_of(io.parse_json("[" * 5 + "]" * 5, what="x", depth=5)) == 5
     with pytest.raises(io.UnreadableFile, match="5 levels deep, more than the 4"):
@@ -79,7 +79,7 @@ def test_size_is_looked_at_first(tmp_path):
         io.parse_json(b" " * 101, what="x", most=100)
 
 
-def test_a_pipe_and_a_device_are_no_files(tmp_path):
+def test_pipes_and_devices_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(io.UnreadableFile, match="not a regular file"):
@@ -126,7 +126,7 @@ def test_printable_text_has_no_control_characters(text):
     shown.encode()  # no lone surrogate
 
 
-def test_a_file_is_replaced_and_a_link_is_not_followed(tmp_path):
+def test_atomic_write_replaces_a_link(tmp_path):
     victim, path = tmp_path / "victim", tmp_path / "config.json"
     victim.write_text("precious")
     path.symlink_to(victim)
@@ -145,14 +145,14 @@ def test_written_file_is_synced_before_its_rename(tmp_path, monkeypatch):
     assert calls == ["fsync", "rename"]
 
 
-def test_a_lock_that_is_a_link_is_refused(tmp_path):
+def test_lock_that_is_a_link_is_refused(tmp_path):
     (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="symbolic link"):
         open(tmp_path / ".lock", "a+", opener=io.open_no_follow).close()
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_failed_write_leaves_the_old_file_only(tmp_path):
     path = tmp_path / "config.json"
     io.atomic_write(path, "old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -77,7 +77,7 @@ def test_decay_spares_the_norms(tiny):
     }
 
 
-def test_a_tied_model_has_no_head_of_its_own(tiny):
+def test_tied_model_has_no_head_of_its_own(tiny):
     assert "head" not in models.param_specs(tiny.replace(tied=True))
     assert models.linear_sites(tiny) == models.linear_sites(tiny.replace(tied=True))
     assert models.linear_sites(tiny) == (

@@ -240,7 +240,7 @@ def test_stacked_nnx_layers_scan():
 
 
 @pytest.mark.slow
-def test_a_rewritten_function_hashes():
+def test_rewritten_function_hashes():
     f = hb.apply_recipe(lambda p, x: jnp.sum((x @ p["w"]) ** 2), "nvfp4", key=KEY, show=None)
     p = {"w": square()}
     assert {f: 1}[f] == 1

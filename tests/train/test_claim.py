@@ -234,7 +234,7 @@ def test_discard_without_a_lock_file_keeps_the_checkpoints(tmp_path, saves):
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "4"}
 
 
-def test_discard_removes_unfinished_saves_and_keeps_a_restored_backup(tmp_path, saves):
+def test_discard_removes_unfinished_saves_and_no_backup(tmp_path, saves):
     """Same steps, committed, without a lock. The newest save, and the one that it waited for, are unfinished there."""
     (tmp_path / "run").rename(tmp_path / "moved")
     shutil.copytree(tmp_path / "moved" / "checkpoints", tmp_path / "run" / "checkpoints")

@@ -104,7 +104,7 @@ def test_six_steps_remember_what_the_rule_says():
 
 
 @pytest.mark.slow
-def test_a_scale_of_before_is_what_a_step_computes_with():
+def test_step_computes_with_the_delayed_scale():
     mesh, step = prepared(RUN, 1)
     (batch,) = (make_global_batch(rows, mesh, batch=RUN.batch) for rows in some_rows(RUN, mesh, 1))
     losses = []
@@ -118,7 +118,7 @@ def test_a_scale_of_before_is_what_a_step_computes_with():
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_run(tmp_path):
+def test_resumed_delayed_run_equals_the_whole_one(tmp_path):
     states, losses, _ = alone()
     mesh, store = prepared(RUN, 1)[0], CheckpointManager(tmp_path)
     stopped = run(RUN, steps=3)[2]

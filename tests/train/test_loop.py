@@ -61,7 +61,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_run_directory(finished):
+def test_run_directory_has_config_checkpoints_and_manifest(finished):
     config, directory, result, _ = finished
     assert open_run_directory(directory).config == config
     assert sorted(int(path.name) for path in (directory / "checkpoints").iterdir()) == [4, 6]
@@ -86,7 +86,7 @@ def test_one_row_a_step(finished):
     assert all(row["input_wait_s"] >= 0 and row["step_time_s"] > 0 for row in rows)
 
 
-def test_what_people_read(finished):
+def test_run_prints_switch_validation_and_loss(finished):
     _, _directory, result, text = finished
     assert "PRECISION SWITCH after step 4: bf16 -> fp8" in text
     assert "0.0% of FLOPs in 4 bits" in text
@@ -96,7 +96,7 @@ def test_what_people_read(finished):
     assert sum(result.breakdown.values()) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_a_finished_run_is_left_alone(finished):
+def test_finished_run_is_left_alone(finished):
     config, directory, result, _ = finished
     again, text = run(config, directory)
     assert "the run is complete at step 6; raise --steps" in text

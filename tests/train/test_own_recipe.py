@@ -33,7 +33,7 @@ def last_layer(recipe):
 
 
 @pytest.mark.slow
-def test_a_recipe_of_a_file_trains_resumes_and_is_refused_after_a_change(tmp_path):
+def test_recipe_of_a_file_resumes_until_it_changes(tmp_path):
     file, run = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(FILE)
     config = tiny(recipe=f"{file}:half", policy=f"{file}:last_layer", steps=2)
@@ -56,7 +56,7 @@ FORMS = ("{}:half", "{}:half@{hash}", "{}:half+bf16_backward", "mlp; layers[-1:]
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("field", ["recipe", "policy", "precision.switch_to"])
-def test_nothing_that_a_stored_config_names_is_executed(tmp_path, field, form):
+def test_programs_of_a_stored_config_are_not_executed(tmp_path, field, form):
     """Beside the run or far from it, alone, in a blend or in a rule, by config, plan or a checkpoint's record."""
     file = tmp_path / "theirs.py"
     file.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n" + FILE)
@@ -84,7 +84,7 @@ def compute_with(run):
     resolve_policy(config.model, config.policy, phases(config)[-1].recipe)
 
 
-def test_a_program_runs_where_the_command_names_it_with_the_hash_that_the_run_keeps(tmp_path):
+def test_program_runs_only_if_named_and_of_the_stored_hash(tmp_path):
     """The file may have moved. Another file under its name is not it."""
     file, moved = tmp_path / "mine.py", tmp_path / "moved" / "mine.py"
     file.write_text(FILE + f"\n# {tmp_path}\n")

@@ -41,6 +41,6 @@ def test_mixed_recipe_takes_operands_of_one_pass():
         assert mixed.name == f"nvfp4+bf16_{part}"
 
 
-def test_a_switch_past_the_end_is_refused():
+def test_switch_past_the_end_is_refused():
     with pytest.raises(ValueError, match="switch_at is step 300, but the run ends at step 200"):
         phases(with_switch(switch_at=300))

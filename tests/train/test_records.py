@@ -41,7 +41,7 @@ def started(folder, state, extra):
 
 
 @pytest.mark.slow
-def test_a_forged_record_is_refused(state, tmp_path):
+def test_forged_record_is_refused(state, tmp_path):
     assert started(tmp_path / "whole", state, WHOLE).step == 2
     assert started(tmp_path / "back", state, {**WHOLE, "data": {"next_index": 3}, "returns": [BACK]}).step == 2
     for number, forged in enumerate(FORGED):

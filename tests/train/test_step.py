@@ -87,7 +87,7 @@ SCALED = dataclasses.replace(PLAIN, loss_scale=LossScaleConfig(mode="dynamic", i
 
 
 @pytest.mark.slow
-def test_a_power_of_two_loss_scale_changes_no_bit():
+def test_power_of_two_loss_scale_changes_no_bit():
     (a, first), (b, second) = run(PLAIN), run(SCALED)
     assert equal(a.params, b.params)
     assert equal(a.optimizer, b.optimizer)
