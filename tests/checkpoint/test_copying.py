@@ -647,23 +647,6 @@ def test_checkpoint_that_comes_back_is_copied_again(store, run, tmp_path, until)
     assert contents(tmp_path / "to") == {k: v for k, v in contents(run).items() if "checkpoints/6/" not in k}
 
 
-def test_file_that_becomes_a_directory_and_back_can_be_fetched(store, run, tmp_path):
-    """What is removed stays in the bucket, and one name cannot be a file and a directory."""
-    checkpoint(run, 2)
-    for number, change in enumerate(("file", "directory", "file", "directory")):
-        shutil.rmtree(run / "notes", ignore_errors=True)
-        if change == "file":
-            (run / "notes").write_text(f"{number}")
-        else:
-            (run / "notes").unlink()
-            (run / "notes" / "a").mkdir(parents=True)
-            (run / "notes" / "a" / "b").write_text(f"{number}")
-        upload(store, run, keep=1)
-        fetch(store, tmp_path / f"to {number}")
-        assert contents(tmp_path / f"to {number}") == contents(run)
-    only_our_own_is_touched(store, deletes=3)
-
-
 def test_directory_without_a_name_is_refused(store, run):
     """Two such directories would be one writer."""
     (run / NAME).mkdir()

@@ -174,23 +174,22 @@ def test_one_source_alone_can_be_trained_on(dataset):
     assert all(row.tobytes() in rows for row in drawn)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_unsupported_loader_settings_are_refused(dataset):
+    rows, top = dataset.num_rows("train"), max(shard.max_token for shard in dataset.manifest.shards)
+    loader(dataset, batch=rows, vocab_size=top + 1).close()  # just enough rows, just enough ids
+    for settings, message in (
         ({"batch": 6, "hosts": 4}, "global batch of 6 rows does not divide among 4 hosts"),
         ({"batch": 8, "hosts": 4, "host": 4}, "host 4 of 4"),
-        ({"batch": 10**6}, "fewer than one global batch of 1000000; add text"),
+        ({"batch": rows + 1}, f"fewer than one global batch of {rows + 1}; add text"),
         ({"batch": 8, "seq": 64}, "rows of 32 tokens, the model reads 64"),
-        ({"batch": 8, "vocab_size": 100}, "outside the model's vocabulary of 100"),
+        ({"batch": 8, "vocab_size": top}, f"holds token id {top}, outside the model's vocabulary of {top}"),
         ({"batch": 8, "source": "nope"}, "no source 'nope' in train; it has default, laws, news"),
         ({"batch": 8, "source": "nope", "split": "validation"}, "source 'nope' has no validation rows"),
         ({"batch": 8, "split": "test"}, "split 'test'"),
         ({"batch": 8, "seed": -1}, "seed -1"),
-    ],
-)
-def test_unsupported_loader_settings_are_refused(dataset, settings, message):
-    with pytest.raises(ValueError, match=message):
-        loader(dataset, **settings)
+    ):
+        with pytest.raises(ValueError, match=message):
+            loader(dataset, **settings)
 
 
 def test_no_validation_says_how_to_get_one(corpus, tmp_path):

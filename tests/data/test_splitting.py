@@ -59,6 +59,8 @@ def test_tail_is_found_in_pieces_too():
     assert [split for split, _, _ in parts] == sorted(split for split, _, _ in parts)  # all train, then all validation
     assert [begins for split, _, begins in parts if split == VALIDATION].count(True) == 1
     assert [begins for split, _, begins in parts if split == TRAIN].count(True) == 1
+    at = sum(len(data) for split, data, _ in parts if split == TRAIN)
+    assert rule.divide("s", key, start=at, data=document[at:]) == [(VALIDATION, document[at:], True)]
 
 
 def test_copies_of_a_document_stay_together():

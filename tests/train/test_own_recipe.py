@@ -8,7 +8,6 @@ import json
 import shutil
 
 import pytest
-from tiny import tiny
 
 import halfbyte as hb
 from halfbyte.io.dataclass_json import to_dict
@@ -18,6 +17,7 @@ from halfbyte.study.study_plan import load_plan
 from halfbyte.train import phases, resolve_policy
 from halfbyte.train.resume import fill_new_fields
 from halfbyte.train.run_directory import open_run_directory
+from tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from tiny import tiny
 
 from halfbyte.checkpoint import CheckpointManager
 from halfbyte.io.dataclass_json import to_dict
 from halfbyte.train import create_state, run_mesh
 from halfbyte.train.resume import resume_or_initialize
 from halfbyte.train.session import count_discarded_rows
+from tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
