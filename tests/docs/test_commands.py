@@ -2,6 +2,7 @@
 stands in backticks. Oracle: the commands' own parsers. Those of the README and of docs/install.md are run where this
 machine can; `PARSED_ONLY` has the others, each with its reason."""
 
+import functools
 import importlib
 import json
 import re
@@ -58,6 +59,7 @@ def a_folder_of_the_reader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@functools.cache  # several pages print the same command
 def parse_error(line):
     """Returns why the command line refuses a printed command; None if it takes it."""
     _, name, *words = meant(shlex.split(line))

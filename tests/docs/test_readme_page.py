@@ -162,11 +162,12 @@ def links(block):
 
 def test_every_figure_is_what_the_evidence_gives():
     shown = {figure for block in blocks(PAGE) for figure in figures(block)}
-    assert shown - PUBLISHED - CONVENTIONS == set(computed())
-    assert {figure: value for figure, (value, _) in computed().items() if figure != value} == {}
+    evidence = computed()
+    assert shown - PUBLISHED - CONVENTIONS == set(evidence)
+    assert {figure: value for figure, (value, _) in evidence.items() if figure != value} == {}
     for block in blocks(PAGE):
-        for figure in set(figures(block)) & computed().keys():
-            assert f"docs/evidence/{computed()[figure][1]}" in links(block), figure
+        for figure in set(figures(block)) & evidence.keys():
+            assert f"docs/evidence/{evidence[figure][1]}" in links(block), figure
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md"])

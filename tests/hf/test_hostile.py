@@ -4,8 +4,6 @@ and the file system (nothing is read that was not there, nothing is written else
 import json
 import os
 import pickle
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -219,29 +217,3 @@ def test_unsupported_config_is_refused_by_field(folder):
     ):
         path.write_text(json.dumps(fields | change))
         refused(folder, message)
-
-
-def test_killed_export_leaves_nothing_that_looks_whole(tmp_path):
-    """A child process is killed while it writes the second shard."""
-    code = """
-import os, sys, signal
-from pathlib import Path
-import numpy as np
-from halfbyte.hf.tensor_layouts import TensorGroup as Part
-from halfbyte.hf.hf_folder import TensorToWrite as Planned
-from halfbyte.hf.exporter import write_hf_folder as write_folder
-
-def make(number):
-    if number == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return (np.zeros(8, np.float32),)
-
-parts = [Part((Planned(str(n), np.dtype(np.float32), (8,)),), lambda n=n: make(n)) for n in range(4)]
-write_folder(Path(sys.argv[1]), parts, {"architectures": ["LlamaForCausalLM"]}, {}, shard_bytes=40)
-"""
-    out = tmp_path / "export"
-    done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, check=False)
-    assert done.returncode == -9
-    assert not out.exists()
-    left = [path.name for path in tmp_path.rglob("*")]
-    assert "config.json" not in left and "model.safetensors.index.json" not in left

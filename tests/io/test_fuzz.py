@@ -1,12 +1,9 @@
 """Every reader under fire: configs, data manifests, checkpoint records, tokenizers, recipes and policies, compressed
-text. A reader gives a value or a ValueError (a checkpoint its own two errors): no traceback of another kind, and the
-whole file stays below a stated amount of memory."""
+text. A reader gives a value or a ValueError (a checkpoint its own two errors): no traceback of another kind."""
 
 import contextlib
 import copy
-import faulthandler
 import json
-import resource
 import zlib
 
 import pytest
@@ -25,7 +22,6 @@ from halfbyte.recipes import policy, recipe
 from halfbyte.train import TrainConfig, read_rows
 from halfbyte.train.run_presets import run_config, run_names
 
-MOST_MEMORY_MIB = 512
 fire = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 more_fire = settings(fire, max_examples=250)
 
@@ -40,16 +36,6 @@ leaves = (
 )
 nested = st.recursive(leaves, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=8), x), max_leaves=8)
 values = leaves | nested
-
-
-@pytest.fixture(autouse=True, scope="module")
-def bounds():
-    """A hang is ended with a stack; no memory beyond the stated limit."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    faulthandler.dump_traceback_later(3600, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < MOST_MEMORY_MIB
 
 
 def places(tree, path=()):
