@@ -59,8 +59,10 @@ def test_tail_is_found_in_pieces_too():
     assert [split for split, _, _ in parts] == sorted(split for split, _, _ in parts)  # all train, then all validation
     assert [begins for split, _, begins in parts if split == VALIDATION].count(True) == 1
     assert [begins for split, _, begins in parts if split == TRAIN].count(True) == 1
-    at = sum(len(data) for split, data, _ in parts if split == TRAIN)
-    assert rule.divide("s", key, start=at, data=document[at:]) == [(VALIDATION, document[at:], True)]
+    cut = rule._tail("s", key)
+    for start in (cut, cut + 1):  # a piece that begins where the tail does, and one within it
+        (part,) = rule.divide("s", key, start=start, data=document[start:])
+        assert part == (VALIDATION, document[start:], start == cut)
 
 
 def test_copies_of_a_document_stay_together():
