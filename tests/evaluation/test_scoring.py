@@ -61,7 +61,7 @@ def test_scores_are_those_of_each_request_alone(logits_alone, scores):
         assert found.tokens == made.num_scored
 
 
-def test_greedy_is_that_of_the_argmax(logits_alone, scorer):
+def test_greedy_is_that_of_the_argmax(model, logits_alone, scorer, monkeypatch):
     """A continuation that follows the likeliest tokens, and the same with its first token changed."""
     ids = list(REQUESTS[1].tokens)
     for _ in range(3):
@@ -69,6 +69,11 @@ def test_greedy_is_that_of_the_argmax(logits_alone, scorer):
     follows, misses = ScoreRequest(tuple(ids), 3), ScoreRequest((*ids[:-3], (ids[-3] + 1) % 257, *ids[-2:]), 3)
     assert judged(logits_alone(follows.tokens), follows)[1] and not judged(logits_alone(misses.tokens), misses)[1]
     assert [score.greedy for score in scorer.score([follows, misses])] == [True, False]
+    best, other = ids[-3], (ids[-3] + 1) % 257  # a logit that is a hundred-thousandth lower
+    head = model.params["head"].at[:, other].set(model.params["head"][:, best] * (1 - 1e-5))
+    monkeypatch.setattr(scorer, "model", dataclasses.replace(model, params={**model.params, "head": head}))
+    near, likeliest = (ScoreRequest((*ids[:-3], token), 1) for token in (other, best))
+    assert [score.greedy for score in scorer.score([near, likeliest])] == [False, True]
 
 
 def test_few_programs_for_all_lengths(scorer, scores):

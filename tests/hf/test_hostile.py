@@ -1,6 +1,7 @@
 """Files that lie, are broken or are somebody's trap. Oracles: the safetensors library (what it accepts, we read alike),
 and the file system (nothing is read that was not there, nothing is written elsewhere)."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -110,6 +111,18 @@ def test_large_empty_tensor_takes_no_time(tmp_path, empty):
     with HfFolder(tmp_path) as opened:
         assert opened.entries["x.rotary_emb.inv_freq"].shape == empty
         check_all_finite_tensors(opened)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 2.0**63])
+def test_nonfinite_weights_are_refused_by_tensor(tmp_path, value):
+    """Nor are values read that are too large to be squared in float32."""
+    (tmp_path / "config.json").write_text("{}")
+    for last, refuses in ((value, True), (2.0**62, False)):
+        data = np.array([1.0, last], np.float32).tobytes()
+        (tmp_path / "model.safetensors").write_bytes(raw({"a": entry()}, data))
+        expected = pytest.raises(ValueError, match="tensor a holds values that are not finite")
+        with HfFolder(tmp_path) as opened, expected if refuses else contextlib.nullcontext():
+            check_all_finite_tensors(opened)
 
 
 # Folders

@@ -9,10 +9,10 @@ from safetensors import safe_open
 from halfbyte import models
 from halfbyte.distributed import make_mesh
 from halfbyte.hf import hf_config
-from halfbyte.hf.exporter import write_hf_folder
-from halfbyte.hf.hf_folder import HfFolder
+from halfbyte.hf.exporter import assign_shards, write_hf_folder
+from halfbyte.hf.hf_folder import HfFolder, TensorToWrite
 from halfbyte.hf.load_weights import load_params
-from halfbyte.hf.tensor_layouts import unquantized_groups
+from halfbyte.hf.tensor_layouts import TensorGroup, unquantized_groups
 
 from .conftest import their_logits
 
@@ -86,3 +86,8 @@ def test_mesh_reads_the_same(imported, written, cfg):
     for path, value in models.flatten_specs(spread).items():
         assert value.sharding.is_equivalent_to(models.flatten_specs(wanted)[path], value.ndim)
         np.testing.assert_array_equal(value, models.flatten_specs(imported)[path])
+
+
+def test_shards_are_filled_to_their_size():
+    parts = [TensorGroup((TensorToWrite(str(n), BF16, (8,)),), lambda: ()) for n in range(5)]
+    assert [len(shard) for shard in assign_shards(parts, 2 * parts[0].nbytes)] == [2, 2, 1]

@@ -69,7 +69,13 @@ def test_prequantized_layer_equals_quantizing_in_the_layer(params):
 
 
 def test_unshareable_scales_are_refused():
-    import dataclasses
-
     with pytest.raises(ValueError, match="shared_scales"):
         dataclasses.replace(recipe("nvfp4_rht_everywhere"), shared_scales=True)
+
+
+def test_fused_mismatch_is_any_difference_of_amaxes(params):
+    ones = jax.tree.map(jnp.ones_like, params)
+    assert fused_mismatches(LLAMA, ones, resolve(OWN)) == []
+    ones["layers"]["attention"]["q"] = ones["layers"]["attention"]["q"].at[1].multiply(1.5)
+    (found,) = fused_mismatches(LLAMA, ones, resolve(OWN))
+    assert "q_proj" in found.group and (found.layer, found.ratio) == (1, 1.5)

@@ -176,6 +176,9 @@ def test_router_bias_evens_the_load_without_a_gradient():
         assert np.array_equal(np.sign(moved - bias), np.sign(load.mean() - load))
         bias = moved
     assert first.max() > 3 * first.mean() and np.abs(np.asarray(choose(bias)) / first.mean() - 1).max() < 0.1
+    params = {"layers": {"mlp": {"router_bias": np.zeros((1, 2), np.float32)}}}
+    moved = moe.update_router_biases(params, jnp.float32([[3, 1]]), 0.5)["layers"]["mlp"]["router_bias"]
+    assert moved.tolist() == [[-0.5, 0.5]]  # fewer tokens for the expert that has most
     weights = jax.grad(lambda bias: route(logits, 2, normalise=True, bias=bias).weights.sum())
     assert not np.any(jax.jit(weights)(bias))
     none = jax.jit(lambda logits: route(logits, 2, normalise=True, bias=bias))(jnp.full((4, 8), -200.0))
