@@ -7,11 +7,11 @@ import os
 import shutil
 
 import pytest
-from tiny import MODEL, tiny
 
 from halfbyte.cli.main import main
 from halfbyte.data import prepare
 from halfbyte.io import dataclass_json
+from tiny import MODEL, tiny
 
 BYTES = dataclasses.replace(MODEL, vocab_size=272)
 

@@ -7,7 +7,6 @@ import zlib
 
 import jax.numpy as jnp
 import pytest
-from tiny import tiny
 
 from halfbyte.checkpoint import CheckpointManager
 from halfbyte.io.dataclass_json import to_dict
@@ -21,6 +20,7 @@ from halfbyte.train.run_directory import (
     write_run_files,
 )
 from halfbyte.train.run_identity import ChangedRun, RunDirectoryClaim, load_identity
+from tiny import tiny
 
 
 def look(directory, config, *, allow=False):

@@ -6,11 +6,11 @@ import io
 import re
 
 import pytest
-from tiny import tiny
 
 from halfbyte.cli.train import BOOLEAN_FLAGS, parse, split_run_name
 from halfbyte.io import dataclass_json
 from halfbyte.train.run_presets import run_config
+from tiny import tiny
 
 
 def test_run_name_is_split_from_flags():

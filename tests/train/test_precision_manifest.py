@@ -138,6 +138,8 @@ def test_table_fits_80_columns_and_names_a_backend_once(capsys):
     Console(width=80).print(manifest_table(manifest_of("demo", "cpu")))  # `emulated`: how it runs, and its backend
     out = capsys.readouterr().out
     assert "emulated" in out and "emulated (emulated)" not in out
+    Console(width=80).print(manifest_table(manifest_of("llama3-8b", "h200")))
+    assert "emulated (fused" in capsys.readouterr().out
 
 
 def test_selftest_compares_native_linears_by_recipe(monkeypatch):
