@@ -2,6 +2,10 @@
 panic. Oracle: exit codes, the files that were there before, and the bytes on the terminal."""
 
 import json
+import os
+import pty
+import subprocess
+import sys
 
 import pytest
 
@@ -100,15 +104,34 @@ def test_file_that_is_no_tokenizer_is_refused(tmp_path, refused, content, words)
     assert words in error and "panicked" not in error
 
 
+def on_a_terminal(*words):
+    """What `halfbyte ...` writes on a terminal, as bytes."""
+    leader, follower = pty.openpty()
+    wide = {**os.environ, "COLUMNS": "200"}
+    code = "from halfbyte.cli.main import entry; entry()"
+    done = subprocess.Popen([sys.executable, "-c", code, *words], stdout=follower, stderr=follower, env=wide)
+    os.close(follower)
+    shown = b""
+    try:
+        while part := os.read(leader, 65536):
+            shown += part
+    except OSError:  # how a terminal ends
+        pass
+    os.close(leader)
+    return done.wait(), shown
+
+
 @pytest.mark.slow
-def test_control_characters_of_sources_and_text_are_escaped(tmp_path, capfd, monkeypatch):
+def test_control_characters_of_sources_and_text_are_escaped(tmp_path):
     """A name that would clear the screen, set the title, or be a tag: shown as text, spelled out."""
-    monkeypatch.setenv("COLUMNS", "200")
     evil = "[/bold][red]x\x1b[2J\x1b]0;owned\x07\x9b31m"
-    path, out = tmp_path / "a.jsonl", str(tmp_path / "set")
+    path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": "some \x1b[2J words " * 30, "source": evil}) + "\n" for _ in range(20)))
-    for words in (["prepare", str(path), "--tokenizer", "bytes", "--seq-len", "16", "--out", out], ["sample", out]):
-        assert main(["data", *words]) == 0
-        shown = "".join(capfd.readouterr())
-        assert not set("\x1b\x07\x9b") & set(shown) and r"\x1b[2J" in shown
-        assert words[0] == "sample" or r"[/bold][red]x\x1b[2J" in "".join(shown.split())
+    flags = ["--tokenizer", "bytes", "--seq-len", "16", "--out", str(tmp_path / "set")]
+    code, shown = on_a_terminal("data", "prepare", str(path), *flags)
+    assert code == 0, shown
+    assert b"\x1b[2J" not in shown and b"\x1b]0;" not in shown and b"\x07" not in shown
+    assert rb"[/bold][red]x\x1b[2J" in b"".join(shown.split())
+    code, shown = on_a_terminal("data", "sample", str(tmp_path / "set"))
+    assert code == 0, shown
+    assert b"\x1b[2J" not in shown and rb"\x1b[2J" in shown

@@ -127,7 +127,7 @@ def test_scale_grows_after_good_steps_and_is_bounded():
 
 
 def test_loss_starts_at_ln_vocab_and_falls():
-    _, metrics = run(dataclasses.replace(PLAIN, model=ONE_LAYER), steps=6)
+    _, metrics = run(PLAIN, steps=6)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.2
     assert metrics[0]["loss"] == pytest.approx(np.log(64) + 0.5, rel=0.1)  # ln(vocab) + half the variance of the logits
 
