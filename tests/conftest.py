@@ -106,6 +106,13 @@ def quick_compiles(compiled_programs):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module")
+def float32_products():
+    """On a GPU float32 GEMMs are TF32 unless asked; comparisons to the last digits need real ones."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
 def use_cache(folder):
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -205,7 +212,7 @@ def pytest_ignore_collect(collection_path, config):
 # One test of these files takes a minute or more: begun first, so that no worker is left alone with one at the end.
 LONGEST = {
     "test_other_targets.py", "test_processes.py", "test_exercises.py", "test_family.py", "test_subset.py",
-    "test_resume.py", "test_meshes.py", "test_guard.py", "test_own_recipe.py", "test_published.py", "test_command.py",
+    "test_resume.py", "test_guard.py", "test_own_recipe.py", "test_published.py", "test_command.py",
     "test_remainder.py", "test_radar_experts.py", "test_inspection.py", "test_experts_mesh.py", "test_loop.py",
     "test_digests.py",
 }  # fmt: skip

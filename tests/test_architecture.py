@@ -240,7 +240,7 @@ def test_imports_point_down_the_layers():
     assert layer_violations(SOURCE) == []
 
 
-def test_no_layer_names_a_package_that_does_not_exist():
+def test_layers_name_existing_packages():
     exists = {name for name in LAYER_OF if (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()}
     assert set(LAYER_OF) == exists
 
@@ -258,7 +258,7 @@ def test_only_entry_points_take_many_parameters():
     assert long_signatures(SOURCE) == WITH_MANY_PARAMETERS
 
 
-def test_the_way_to_a_kernel_is_typed():
+def test_ops_and_kernels_use_little_any():
     assert uses_of_any(SOURCE / "ops") + uses_of_any(SOURCE / "kernels") < MOST_ANY
 
 
@@ -266,7 +266,7 @@ def test_no_vague_module_names():
     assert vague_names(SOURCE) == []
 
 
-def test_one_module_compares_versions_of_jax():
+def test_one_module_compares_jax_versions():
     files = [file for folder in ("src", "tests", "benchmarks") for file in sorted((ROOT / folder).rglob("*.py"))]
     texts = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
     assert [name for name, text in texts.items() if version_comparisons(text) and name not in OF_VERSIONS] == []
@@ -278,7 +278,7 @@ def test_no_machine_paths():
     assert machine_paths(repository_files()) == []
 
 
-def test_the_documented_layers_are_the_checked_ones():
+def test_layers_of_architecture_page_are_the_checked_ones():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for level, packages in enumerate(LAYERS):
         row = next((line for line in text.splitlines() if line.startswith(f"{level}  ")), None)
@@ -286,7 +286,7 @@ def test_the_documented_layers_are_the_checked_ones():
         assert set(packages) <= set(re.findall(r"\w+", row)), f"layer {level}: {packages} against {row!r}"
 
 
-def test_the_page_says_what_every_package_is_for_and_the_drawing_shows_it():
+def test_architecture_page_and_drawing_have_every_package():
     page, drawing = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("architecture.md", "packages.svg"))
     assert [package for package in LAYER_OF if not re.search(rf"^\| `{package}` \| `\w+\.py`", page, re.M)] == []
     assert [package for package in LAYER_OF if f">{package}</text>" not in drawing] == []
@@ -305,90 +305,57 @@ def write_tree(folder: Path, files: dict[str, str]) -> Path:
     return source
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from halfbyte.train import loop",
-        "import halfbyte.train.loop",
-        "from halfbyte import train",
-        "import halfbyte",
-        "from ..train import loop",
-        "def later():\n    from halfbyte.train.loop import run\n",
-    ],
-)
-def test_checker_sees_an_import_that_points_up(tmp_path, text):
-    source = write_tree(tmp_path, {"ops/dot.py": text, "train/loop.py": "run = 1"})
-    assert any("points up" in line for line in layer_violations(source))
+def args(count: int) -> str:
+    return ", ".join("abcdefgh"[:count])
 
 
-def test_checker_sees_an_import_across_a_layer_and_an_unknown_package(tmp_path):
-    files = {"models/llama.py": "from halfbyte.checkpoint import save", "checkpoint/save.py": "", "attic/x.py": ""}
-    source = write_tree(tmp_path, files)
-    found = "\n".join(layer_violations(source))
-    assert "packages of one layer" in found
-    assert "'attic' has no layer" in found
-
-
-def test_checker_allows_imports_that_point_down(tmp_path):
-    source = write_tree(tmp_path, {"train/loop.py": "from halfbyte.ops import dot", "ops/dot.py": "import os"})
-    assert layer_violations(source) == []
-    assert import_cycles(source) == []
-
-
-def test_checker_sees_a_cycle(tmp_path):
-    late = "def f():\n    import halfbyte.ops.a\n"
-    source = write_tree(
-        tmp_path, {"ops/a.py": "from halfbyte.ops import b", "ops/b.py": "from .c import x", "ops/c.py": late}
-    )
-    assert import_cycles(source) == [["halfbyte.ops.a", "halfbyte.ops.b", "halfbyte.ops.c"]]
-
-
-def test_checker_sees_a_module_that_imports_its_own_package(tmp_path):
-    source = write_tree(tmp_path, {"ops/a.py": "from halfbyte.ops import name"})
-    (source / "ops" / "__init__.py").write_text("from halfbyte.ops.a import name")
-    assert import_cycles(source) == [["halfbyte.ops", "halfbyte.ops.a"]]
-
-
-def test_checker_sees_a_long_file_and_a_vague_name(tmp_path):
-    too_long = "x = 1\n" * (LONGEST_FILE + 1)
-    source = write_tree(tmp_path, {"ops/long.py": too_long, "ops/utils.py": "", "data/misc/x.py": ""})
-    assert long_files(source) == ["ops/long.py: 601 lines"]
-    assert vague_names(source) == ["halfbyte.data.misc", "halfbyte.data.misc.x", "halfbyte.ops.utils"]
-
-
-def test_checker_sees_a_long_signature(tmp_path):
-    seven, eight = (", ".join("abcdefgh"[:count]) for count in (7, 8))
-    text = f"def few({seven}): ...\ndef many({seven}, **options): ...\nclass A:\n    def of(self, {eight}): ...\n"
-    source = write_tree(tmp_path, {"ops/a.py": text + f"    def well(self, {seven}): ...\n"})
-    assert long_signatures(source) == ["ops.many", "ops.of"]
-
-
-def test_checker_counts_any(tmp_path):
-    text = "from typing import Any\nx: Any = 1\ndef f(a: list[Any]) -> Any: ...\n"
-    assert uses_of_any(write_tree(tmp_path, {"ops/a.py": text})) == 3
-
-
-@pytest.mark.parametrize("text", [
+# What a checker finds in a small tree.
+LOOP, UP = {"train/loop.py": "run = 1"}, "halfbyte.ops.dot (layer 2) imports halfbyte.{} (layer 4): points up"
+SIGNATURES = f"def few({args(7)}): ...\ndef many({args(7)}, **more): ...\nclass A:\n    def of(self, {args(8)}): ...\n"
+BROKEN = [
+    (layer_violations, LOOP | {"ops/dot.py": "from halfbyte.train import loop"}, [UP.format("train.loop")]),
+    (layer_violations, LOOP | {"ops/dot.py": "import halfbyte.train.loop"}, [UP.format("train.loop")]),
+    (layer_violations, LOOP | {"ops/dot.py": "from halfbyte import train"}, [UP.format("train")]),
+    (layer_violations, LOOP | {"ops/dot.py": "from ..train import loop"}, [UP.format("train.loop")]),
+    (layer_violations, LOOP | {"ops/dot.py": "def later():\n    from halfbyte.train.loop import run\n"},
+     [UP.format("train.loop")]),
+    (layer_violations, {"ops/dot.py": "import halfbyte"}, ["halfbyte.ops.dot imports the whole package: points up"]),
+    (layer_violations, {"models/llama.py": "from halfbyte.checkpoint import save", "checkpoint/save.py": ""},
+     ["halfbyte.models.llama imports halfbyte.checkpoint.save: packages of one layer do not import each other"]),
+    (layer_violations, {"attic/x.py": ""},
+     [f"halfbyte.attic{name}: package 'attic' has no layer" for name in ("", ".x")]),
+    (layer_violations, {"train/loop.py": "from halfbyte.ops import dot", "ops/dot.py": "import os"}, []),
+    (import_cycles, {"train/loop.py": "from halfbyte.ops import dot", "ops/dot.py": "import os"}, []),
+    (import_cycles, {"ops/a.py": "from halfbyte.ops import b", "ops/b.py": "from .c import x",
+                     "ops/c.py": "def f():\n    import halfbyte.ops.a\n"},
+     [["halfbyte.ops.a", "halfbyte.ops.b", "halfbyte.ops.c"]]),
+    (import_cycles, {"ops/a.py": "from halfbyte.ops import name", "ops/__init__.py": "from halfbyte.ops.a import name"},
+     [["halfbyte.ops", "halfbyte.ops.a"]]),
+    (long_files, {"ops/long.py": "x = 1\n" * (LONGEST_FILE + 1)}, ["ops/long.py: 601 lines"]),
+    (vague_names, {"ops/utils.py": "", "data/misc/x.py": ""},
+     ["halfbyte.data.misc", "halfbyte.data.misc.x", "halfbyte.ops.utils"]),
+    (long_signatures, {"ops/a.py": f"{SIGNATURES}    def well(self, {args(7)}): ...\n"}, ["ops.many", "ops.of"]),
+    (uses_of_any, {"ops/a.py": "from typing import Any\nx: Any = 1\ndef f(a: list[Any]) -> Any: ...\n"}, 3),
+]  # fmt: skip
+VERSIONS = (
     "import jax\nNEW = jax.__version_info__ >= (0, 11)",
     "import jaxlib\ndef f():\n    return jaxlib.version.__version__ == '0.10.2'",
     "from halfbyte.devices.jax_versions import jax_series\nOLD = jax_series() < (0, 11)",
-])  # fmt: skip
-def test_checker_sees_a_version_comparison(text):
-    assert len(version_comparisons(text)) == 1
+)
+PROBES = {
+    "import jax\nx = hasattr(jax.core, 'is_constant_dim')": 1,
+    "from jax.experimental import pallas as pl\nx = getattr(pl, 'core_map', None)": 1,
+    "try:\n    from jax import shard_map\nexcept ImportError:\n    shard_map = None": 1,
+    "import jax\nx = hasattr(leaf, 'shape'), getattr(jax.config, 'jax_enable_pgle')": 0,
+    "try:\n    import ray\nexcept ImportError:\n    ray = None": 0,
+}
 
 
-@pytest.mark.parametrize("text, count", [
-    ("import jax\nx = hasattr(jax.core, 'is_constant_dim')", 1),
-    ("from jax.experimental import pallas as pl\nx = getattr(pl, 'core_map', None)", 1),
-    ("try:\n    from jax import shard_map\nexcept ImportError:\n    shard_map = None", 1),
-    ("import jax\nx = hasattr(leaf, 'shape'), getattr(jax.config, 'jax_enable_pgle')", 0),
-    ("try:\n    import ray\nexcept ImportError:\n    ray = None", 0),
-])  # fmt: skip
-def test_checker_sees_a_name_that_jax_may_lack(text, count):
-    assert len(jax_probes(text)) == count
-
-
-def test_checker_sees_a_machine_path(tmp_path):
+def test_checkers_find_what_breaks_their_rule(tmp_path):
+    for number, (checker, files, found) in enumerate(BROKEN):
+        assert checker(write_tree(tmp_path / str(number), files)) == found, files
+    assert [len(version_comparisons(text)) for text in VERSIONS] == [1, 1, 1]
+    assert {text: len(jax_probes(text)) for text in PROBES} == PROBES
     (tmp_path / "a.md").write_text("see /ro" + "ot/notes.txt\nfine: /dev/null")
     (tmp_path / "b.npz").write_bytes(b"\xff\xfe\x00/ro" + b"ot/x")
     assert len(machine_paths([tmp_path / "a.md", tmp_path / "b.npz"])) == 1

@@ -6,9 +6,13 @@ import ast
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from halfbyte.cli.flag_parsing import REMOVED
+from halfbyte.cli.train import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -40,49 +44,46 @@ def training_flags(text):
     return shlex.split(re.sub(r'"\$\w+"', "/somewhere", command))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_linked_files_exist(document):
-    links = re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
-    assert missing == []
+def test_linked_files_exist():
+    linked = [(page, link) for page in DOCUMENTS for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8"))]
+    missing = [(page.name, link) for page, link in linked if "://" not in link and not (page.parent / link).exists()]
+    assert len(linked) > 100 and missing == []
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *EVIDENCE], ids=lambda path: str(path.relative_to(ROOT)))
-def test_lines_of_prose_fit_a_screen(document):
-    blocks = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
-    assert [line for line in blocks.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")] == []
+def test_lines_of_prose_have_at_most_120_columns():
+    long = []
+    for page in (*DOCUMENTS, *EVIDENCE):
+        prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        long += [(page.name, x) for x in prose.splitlines() if len(x) > 120 and not x.lstrip().startswith("|")]
+    assert long == []
 
 
 PAGES = [document for document in DOCUMENTS if document.name not in HISTORY]
 COMMANDS = sorted((ROOT / "src" / "halfbyte" / "cli").glob("*.py"))  # their docstrings are what --help prints
 
 
-@pytest.mark.parametrize("file", [*PAGES, *COMMANDS], ids=lambda path: path.name)
-def test_no_page_and_no_help_names_what_was_removed(file):
-    from halfbyte.cli.flag_parsing import REMOVED
+def test_pages_and_help_name_nothing_removed():
+    named = []
+    for file in (*PAGES, *COMMANDS):
+        text = file.read_text(encoding="utf-8")
+        text = " ".join((text if file.suffix == ".md" else ast.get_docstring(ast.parse(text)) or "").split())
+        named += [(file.name, flag) for flag in REMOVED if re.search(rf"(?<![\w-]){flag}(?![\w-])", text)]
+        named += [(file.name, name) for name in REMOVED_NAMES if name.lower() in text.lower()]
+    assert named == []
 
-    text = file.read_text(encoding="utf-8")
-    text = " ".join((text if file.suffix == ".md" else ast.get_docstring(ast.parse(text)) or "").split())
-    flags = [flag for flag in REMOVED if re.search(rf"(?<![\w-]){flag}(?![\w-])", text)]
-    assert [name for name in REMOVED_NAMES if name.lower() in text.lower()] + flags == []
 
-
-def test_the_readme_lists_six_files_to_read_first():
+def test_readme_lists_six_files_to_read():
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Six files to read first")[1].split("##")[0]
     assert len(re.findall(r"^\d\. \[", section, re.M)) == 6
 
 
-@pytest.mark.parametrize("name", ["train.sbatch", "jobset.yaml"])
-def test_deployment_files_use_flags_that_exist(name):
-    from halfbyte.cli.train import parse
-
-    args = parse(training_flags((ROOT / "deploy" / name).read_text(encoding="utf-8")))
-    assert args.run.name == "llama3-8b"
-    assert args.run.mesh == "dcn.fsdp=4,fsdp=8"
-    assert args.run.watchdog_s == 900
+def test_deployment_files_use_existing_flags():
+    for name in ("train.sbatch", "jobset.yaml"):
+        run = parse(training_flags((ROOT / "deploy" / name).read_text(encoding="utf-8"))).run
+        assert (run.name, run.mesh, run.watchdog_s) == ("llama3-8b", "dcn.fsdp=4,fsdp=8", 900), name
 
 
-def test_the_jobset_is_yaml_and_counts_agree():
+def test_jobset_counts_agree():
     yaml = pytest.importorskip("yaml", reason="needs PyYAML to read deploy/jobset.yaml")
     spec = yaml.safe_load((ROOT / "deploy" / "jobset.yaml").read_text(encoding="utf-8"))
     job = spec["spec"]["replicatedJobs"][0]
@@ -95,14 +96,12 @@ def test_the_jobset_is_yaml_and_counts_agree():
     assert f"{spec['metadata']['name']}-{job['name']}-0-0.{spec['metadata']['name']}:" in command
 
 
-@pytest.mark.parametrize("script", ["deploy/train.sbatch", ".ci/run"])
-def test_shell_scripts_parse(script):
-    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+def test_shell_scripts_parse():
+    for script in ("deploy/train.sbatch", ".ci/run"):
+        subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
 
 
-def test_the_maxtext_table_names_flags_that_exist(capsys):
-    from halfbyte.cli.train import parse
-
+def test_maxtext_table_names_existing_flags(capsys):
     with pytest.raises(SystemExit):
         parse(["--help-all"])
     known = capsys.readouterr().out
@@ -111,9 +110,7 @@ def test_the_maxtext_table_names_flags_that_exist(capsys):
     assert [flag for flag in sorted(named) if flag not in known] == []
 
 
-def test_the_install_page_names_extras_that_exist():
-    import tomllib
-
+def test_install_page_names_existing_extras():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\.\[([a-z0-9]+)\]", text))
@@ -123,14 +120,14 @@ def test_the_install_page_names_extras_that_exist():
 EXTRAS = [("GPU=0", "'.'"), ("GPU=1", "'.[cuda12]'"), ("GPU=cuda13", "'.[cuda13]'"), ("GPU=tpu", "'.[tpu]'")]
 
 
-@pytest.mark.parametrize("choice, extra", EXTRAS)
-def test_make_installs_what_was_asked_for(choice, extra):
-    done = subprocess.run(["make", "-nB", "setup", choice, "LOCKED=1"], cwd=ROOT, capture_output=True, text=True)
-    assert f"--editable {extra}\n" in done.stdout
-    assert "--require-hashes --requirement requirements.lock" in done.stdout
+def test_make_setup_installs_the_extra_of_gpu():
+    for choice, extra in EXTRAS:
+        done = subprocess.run(["make", "-nB", "setup", choice, "LOCKED=1"], cwd=ROOT, capture_output=True, text=True)
+        assert f"--editable {extra}\n" in done.stdout, choice
+        assert "--require-hashes --requirement requirements.lock" in done.stdout, choice
 
 
-def test_every_locked_package_has_a_hash_and_the_version_of_the_constraints():
+def test_locked_packages_have_hash_and_pinned_version():
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8").replace("\\\n", " ")
     pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
     pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
@@ -142,16 +139,14 @@ def test_every_locked_package_has_a_hash_and_the_version_of_the_constraints():
         assert name in ("jax", "jaxlib") or pins.get(name, version) == version, name
 
 
-def test_the_partial_config_of_the_training_page_is_one(tmp_path):
-    from halfbyte.cli.train import parse
-
+def test_config_of_train_page_is_parsed(tmp_path):
     text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     (tmp_path / "small.toml").write_text(re.search(r"```toml\n(.*?)```", text, re.S)[1])
     made = parse(["--config", str(tmp_path / "small.toml"), "--steps", "500"]).run
     assert (made.name, made.data, made.steps, made.optimizer.learning_rate) == ("llama-60m", "data/corpus", 500, 1e-3)
 
 
-def test_the_way_from_recipe_to_kernel_is_the_one_that_the_architecture_page_shows():
+def test_call_path_of_architecture_page_is_that_of_source():
     """Ten functions in five files, each called by one of the rows above it. `fprop` calls the `gemm` of its backend."""
     from halfbyte.ops.backends import fused
 

@@ -8,13 +8,12 @@ import pytest
 import halfbyte as hb
 
 
-@pytest.mark.parametrize("name", sorted(hb._PACKAGE_OF))
-def test_every_public_name_resolves(name):
-    assert getattr(hb, name) is not None
-    assert name in dir(hb)
+def test_public_names_resolve():
+    assert len(hb._PACKAGE_OF) > 30
+    assert [name for name in hb._PACKAGE_OF if getattr(hb, name, None) is None or name not in dir(hb)] == []
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_unknown_name_is_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'quantise'"):
         _ = hb.quantise
 
@@ -23,7 +22,7 @@ def test_an_unknown_name_is_an_attribute_error():
 @pytest.mark.parametrize(
     "first", ["import halfbyte.recipes", "import halfbyte.recipes as r; r.ROLES", "hb.NVFP4", "pass"]
 )
-def test_recipe_is_a_room_and_a_function_in_any_order_of_imports(first):
+def test_recipe_is_package_and_function_in_any_import_order(first):
     code = f"""
 import halfbyte as hb
 {first}

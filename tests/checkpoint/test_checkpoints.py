@@ -57,7 +57,7 @@ def test_keeps_the_last_and_every_mth(tmp_path):
 
 @pytest.mark.slow(fast_cases=["False"])
 @pytest.mark.parametrize("room", [True, False])
-def test_what_is_saved_is_what_it_was_although_training_writes_on_it_at_once(tmp_path, monkeypatch, room):
+def test_saved_state_is_that_of_the_call_of_save(tmp_path, monkeypatch, room):
     """From a copy on the device, or, where there is no room for one, after the arrays are off it; said once."""
     monkeypatch.setattr(store_module, "unused_device_bytes", lambda device: float("inf") if room else 100.0)
     said = []
@@ -76,7 +76,7 @@ def test_what_is_saved_is_what_it_was_although_training_writes_on_it_at_once(tmp
 
 @pytest.mark.slow(fast_cases=["1099511627776-64", "1099511627776-1e-9"])
 @pytest.mark.parametrize("free, limit", [(2**40, "64"), (1000, "64"), (2**40, "1e-9")])
-def test_saves_go_through_locked_memory_of_the_host_or_it_is_said_why_not(tmp_path, monkeypatch, free, limit):
+def test_saves_use_pinned_host_memory_or_say_why_not(tmp_path, monkeypatch, free, limit):
     """Taken beside what is done meanwhile, once. A CPU's devices have such memory too."""
     monkeypatch.setattr(store_module, "is_gpu_backend", lambda: True)
     monkeypatch.setattr(store_module, "free_host_bytes", lambda: free)
@@ -96,7 +96,7 @@ def test_saves_go_through_locked_memory_of_the_host_or_it_is_said_why_not(tmp_pa
     store.close()
 
 
-def test_locked_memory_is_taken_from_what_host_and_container_have_free(tmp_path):
+def test_free_host_memory_is_that_of_host_and_cgroups(tmp_path):
     assert store_module.free_host_bytes(tmp_path) == 0
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemFree: 100 kB\nMemAvailable:     300 kB\n")
@@ -144,7 +144,7 @@ def test_saving_returns_before_anything_is_written(tmp_path, monkeypatch):
     store.close()
 
 
-def test_of_several_processes_one_that_cannot_begin_meets_the_others_all_the_same(tmp_path, monkeypatch):
+def test_rank_that_cannot_begin_a_save_meets_the_others(tmp_path, monkeypatch):
     """They ask each other how a save went; one that does not come leaves them waiting."""
     asked, said = [], []
     store = CheckpointManager(tmp_path / "checkpoints", say=said.append)
@@ -166,7 +166,7 @@ def test_of_several_processes_one_that_cannot_begin_meets_the_others_all_the_sam
 
 @pytest.mark.slow(fast_cases=["truncate"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_damage_is_named_and_the_older_one_restored(tmp_path, damage):
+def test_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, damage):
     filled(tmp_path / "checkpoints").close()
     victim = biggest_files(tmp_path / "checkpoints" / "20")[0]
     content = bytearray(victim.read_bytes())
@@ -183,8 +183,7 @@ def test_damage_is_named_and_the_older_one_restored(tmp_path, damage):
     assert restored.step == 10
     assert same(restored.items, tree(10))
     assert list(restored.skipped) == [20]
-    assert "20" in said[0]
-    assert "DAMAGED" in said[0]
+    assert "20" in said[0] and "DAMAGED" in said[0]
     expected = {"flip": "checksum differs in", "truncate": victim.name, "delete": victim.name}[damage]
     assert expected in restored.skipped[20]
     store.quarantine(restored.skipped)
@@ -196,27 +195,7 @@ def test_damage_is_named_and_the_older_one_restored(tmp_path, damage):
 
 
 @pytest.mark.slow
-def test_a_flip_anywhere_is_refused_or_harmless(tmp_path):
-    """Every file of the newest checkpoint, one flipped byte each: never wrong arrays."""
-    filled(tmp_path / "checkpoints").close()
-    refusals = 0
-    for victim in sorted(
-        path for path in (tmp_path / "checkpoints" / "20").rglob("*") if path.is_file() and path.stat().st_size
-    ):
-        original = victim.read_bytes()
-        flipped = bytearray(original)
-        flipped[len(flipped) // 2] ^= 0x01
-        victim.write_bytes(flipped)
-        store = CheckpointManager(tmp_path / "checkpoints", say=lambda message: None)
-        restored = store.restore_latest(abstract(tree(20)))
-        assert same(restored.items, tree(restored.step))
-        refusals += restored.step == 10
-        victim.write_bytes(original)
-    assert refusals >= 3
-
-
-@pytest.mark.slow
-def test_all_damaged_is_an_error_not_a_restart(tmp_path):
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
     filled(tmp_path / "checkpoints").close()
     for step in ("10", "20"):
         biggest_files(tmp_path / "checkpoints" / step)[0].unlink()
@@ -238,28 +217,20 @@ def test_wrong_dtype_shape_or_name_is_refused_by_name(tmp_path):
     assert "params/new: checkpoint has nothing" in text
 
 
-@pytest.mark.slow
-def test_one_item_alone(tmp_path):
-    store = filled(tmp_path / "checkpoints")
-    restored = store.restore_latest({"params": abstract(tree(20)["params"])})
-    assert same(restored.items["params"], tree(20)["params"])
-
-
-def test_checksum_sees_every_element_and_order():
+def test_checksum_depends_on_every_element_and_its_place():
     x = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
-    words = checksums({"x": x})["x"]
+    words = {checksums({"x": each})["x"] for each in (x, x[::-1], x.reshape(6, 4))}
     for i in range(24):
         flipped = np.asarray(x).copy().reshape(-1)
         flipped.view(np.uint32)[i] ^= 1
-        assert checksums({"x": jnp.asarray(flipped.reshape(4, 6))})["x"] != words
-    assert checksums({"x": x[::-1]})["x"] != words
-    assert checksums({"x": x.reshape(6, 4)})["x"] != words
+        words.add(checksums({"x": jnp.asarray(flipped.reshape(4, 6))})["x"])
+    ones = np.eye(320, dtype=np.float32).reshape(320, 8, 40)  # a row and a column swapped is another place
+    words |= {checksums({"x": jnp.asarray(one)})["x"] for one in ones[::3]}
+    assert len(words) == 3 + 24 + 107
 
 
 @pytest.mark.slow
 def test_checksum_does_not_depend_on_the_mesh():
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices (XLA_FLAGS=--xla_force_host_platform_device_count=4)")
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("a", "b")))
@@ -296,16 +267,6 @@ def test_checksums_are_those_that_earlier_versions_stored():
     }
 
 
-def test_array_with_a_row_and_a_column_swapped_has_another_checksum():
-    x = np.zeros((40, 40), np.float32)
-    seen = set()
-    for row, column in np.ndindex(8, 40):
-        one = x.copy()
-        one[row, column] = 1.0
-        seen.add(checksums({"x": jnp.asarray(one)})["x"])
-    assert len(seen) == 8 * 40
-
-
 def test_quarantine_of_a_step_twice_keeps_both(tmp_path):
     store = filled(tmp_path / "checkpoints", steps=(10, 20))
     store.quarantine({20: "damaged"})
@@ -317,13 +278,14 @@ def test_quarantine_of_a_step_twice_keeps_both(tmp_path):
     assert kept == ["20", "20-again"] and store.steps() == [10]
 
 
-def test_file_with_other_bytes_of_the_same_size_is_damaged(tmp_path):
+def test_file_with_other_bytes_or_another_size_is_damaged(tmp_path):
     filled(tmp_path / "checkpoints", steps=(10,)).close()
-    listed = json.loads((tmp_path / "checkpoints" / "10" / FILE_LIST).read_text())
-    (name,) = [name for name, facts in listed.items() if facts.get("crc32") is not None][:1]
-    path = tmp_path / "checkpoints" / "10" / name
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-    with pytest.raises(CorruptCheckpointError, match=f"{name} is not what was written"):
-        check_file_list(tmp_path / "checkpoints" / "10")
+    folder = tmp_path / "checkpoints" / "10"
+    listed = json.loads((folder / FILE_LIST).read_text())
+    name = next(name for name, facts in listed.items() if facts.get("crc32") is not None)
+    content = bytearray((folder / name).read_bytes())
+    for changed, words in ((content + b" ", "bytes instead of"), (content[:-1], "bytes instead of"),
+                           (bytes([content[0] ^ 1]) + content[1:], "is not what was written")):  # fmt: skip
+        (folder / name).write_bytes(bytes(changed))
+        with pytest.raises(CorruptCheckpointError, match=f"{name} .*{words}"):
+            check_file_list(folder)

@@ -37,7 +37,7 @@ PROGRAM = """if True:
 
 
 @pytest.mark.slow
-def test_a_save_that_one_process_cannot_write_is_given_up_by_all(tmp_path):
+def test_save_that_one_process_cannot_write_is_aborted_by_all(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-c", PROGRAM]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -75,7 +75,7 @@ class Client:
         pass
 
 
-def test_a_save_is_named_by_its_step_whatever_became_of_the_one_before():
+def test_barriers_of_a_save_are_named_by_its_step():
     """The first never comes to its end: the next begins all the same, and only what does not commit has failed."""
     client = Client()
     waits = multihost.AbortableBarrierClient(client)

@@ -56,14 +56,14 @@ def test_bad_input_is_one_paragraph_and_exit_2(corpus, made, tmp_path, capfd):
         assert error.startswith("halfbyte: ") and "Traceback" not in error
 
 
-def test_a_bad_line_in_a_worker_is_bad_input_too(tmp_path, capfd):
+def test_bad_line_in_a_worker_is_bad_input_too(tmp_path, capfd):
     (tmp_path / "a.jsonl").write_text("nonsense\n")
     argv = ["data", "prepare", str(tmp_path), "--tokenizer", "bytes", "--out", str(tmp_path / "set"), "--workers", "2"]
     assert main(argv) == 2
     assert "line 1: not JSON" in capfd.readouterr().err
 
 
-def test_a_damaged_set_fails_verification(made, capfd):
+def test_damaged_set_fails_verification(made, capfd):
     shard = next(iter(sorted(made.glob("*.array_record"))))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
@@ -90,7 +90,7 @@ STANDS_STILL = """if True:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_preparation_leaves_nothing(tmp_path, number):
+def test_stopped_preparation_leaves_nothing(tmp_path, number):
     (tmp_path / "a.txt").write_bytes(b"words and words, line after line\n" * 1000)
     files = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "set")]
     argv = ["data", "prepare", *files, "--tokenizer", "bytes", "--workers", "1"]

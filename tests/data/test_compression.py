@@ -1,14 +1,14 @@
 """Compressed input under attack: flipped bits, files cut anywhere, bombs. Oracle: the text that was compressed."""
 
+import functools
 import gzip
 import lzma
 import random
-import subprocess
-import sys
 
 import pytest
 import zstandard
 
+from halfbyte.data import compression
 from halfbyte.data.compression import decompress_blocks
 
 TEXT = " ".join(f"{number} sheep and {number * number % 977} goats" for number in range(3000)).encode()
@@ -34,14 +34,14 @@ def read(folder, name, content, **settings):
     return b"".join(block for block, _ in decompress_blocks(folder / name, name=name, **settings))
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_what_was_compressed_comes_back(tmp_path, name):
-    expected = random.Random(0).randbytes(300_000) if name == "stored.txt.zst" else TEXT
-    assert read(tmp_path, name, STORED[name]) == expected
+def test_compressed_text_comes_back(tmp_path):
+    for name, stored in STORED.items():
+        expected = random.Random(0).randbytes(300_000) if name == "stored.txt.zst" else TEXT
+        assert read(tmp_path, name, stored) == expected, name
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_a_flipped_bit_never_passes_as_other_text(tmp_path, name):
+@pytest.mark.parametrize("name", ["a.txt.zst", "a.txt.gz", "two.txt.xz"])
+def test_flipped_bit_never_passes_as_other_text(tmp_path, name):
     """150 seeded flips a file: refused, or in a place that holds nothing of the text."""
     dice, stored = random.Random(name), STORED[name]
     expected = read(tmp_path, name, stored)
@@ -57,16 +57,16 @@ def test_a_flipped_bit_never_passes_as_other_text(tmp_path, name):
     assert refused > 100
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_a_file_that_is_cut_is_refused(tmp_path, name):
+@pytest.mark.parametrize("name", ["a.txt.zst", "many.txt.zst", "a.txt.gz", "two.txt.xz"])
+def test_cut_file_is_refused(tmp_path, name):
     """At 60 places; only between two frames can a cut not be seen."""
     dice, stored = random.Random(name), STORED[name]
-    boundaries = {len(stored)} if "many" not in name and "two" not in name and "skip" not in name else None
+    frames = "many" in name or "two" in name
     for _ in range(60):
         at = dice.randrange(1, len(stored))
-        if boundaries is None and read_or_none(tmp_path, name, stored[:at]) is not None:
+        if frames and read_or_none(tmp_path, name, stored[:at]) is not None:
             assert read(tmp_path, name, stored[:at]) == TEXT[: len(read(tmp_path, name, stored[:at]))]
-        elif boundaries is not None:
+        elif not frames:
             with pytest.raises(ValueError, match="damaged or cut short"):
                 read(tmp_path, name, stored[:at])
 
@@ -78,7 +78,7 @@ def read_or_none(folder, name, content):
         return None
 
 
-def test_no_checksum_is_refused_unless_accepted(tmp_path):
+def test_stream_without_checksum_needs_unchecked(tmp_path):
     for name, stored in {
         "a.txt.zst": zst(checksum=False),
         "b.txt.zst": zst() + zst(checksum=False),
@@ -89,42 +89,27 @@ def test_no_checksum_is_refused_unless_accepted(tmp_path):
         assert read(tmp_path, name, stored, unchecked=True).startswith(TEXT)
 
 
-BOMB = """
-import resource, sys, pathlib
-from halfbyte.data.compression import decompress_blocks as decompressed
-for path in map(pathlib.Path, sys.argv[1:]):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    said = "nothing"
-    try:
-        for block, _ in decompressed(path, name=path.name):
-            pass
-    except ValueError as error:
-        said = str(error)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, said, sep="|")
-"""
+@pytest.mark.parametrize("name, open_stream, blocks", [
+    ("a.txt.zst", lambda raw: zstandard.ZstdCompressor(write_checksum=True).stream_writer(raw), 128),
+    ("a.txt.xz", functools.partial(lzma.open, mode="wb", preset=0), 20),
+])  # fmt: skip
+def test_bomb_is_refused_after_a_few_blocks(tmp_path, name, open_stream, blocks):
+    """Zeros: 512 MiB as zstd, 80 MiB as xz. Deflate cannot expand much further than a thousandfold."""
+    path, sizes = tmp_path / name, []
+    with path.open("wb") as raw, open_stream(raw) as out:
+        for _ in range(blocks):
+            out.write(bytes(1 << 22))
+
+    def read_all():
+        sizes.extend(len(block) for block, _ in decompress_blocks(path, name=name))
+
+    with pytest.raises(ValueError, match="expands more than 1000 fold"):
+        read_all()
+    assert max(sizes) <= 1 << 24
+    assert sum(sizes) <= compression.FREE_EXPANSION + compression.MAX_EXPANSION * path.stat().st_size
 
 
-def test_bombs_take_little_memory_and_are_refused(tmp_path):
-    """Zeros: 2 GiB as zstd, 80 MiB as xz and gzip. Stated limit: the decompressor's own memory and a few blocks."""
-    small, large, xz = tmp_path / "a.txt.gz", tmp_path / "a.txt.zst", tmp_path / "a.txt.xz"
-    zeros = bytes(1 << 22)
-    with large.open("wb") as raw, zstandard.ZstdCompressor(write_checksum=True).stream_writer(raw) as out:
-        for _ in range(512):
-            out.write(zeros)
-    with gzip.open(small, "wb", 1) as first, lzma.open(xz, "wb", preset=0) as second:
-        for _ in range(20):
-            first.write(zeros)
-            second.write(zeros)
-    command = [sys.executable, "-c", BOMB, small, large, xz]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = [line.split("|") for line in done.stdout.splitlines()]
-    assert all(int(mib) < 64 for mib, _ in lines), lines
-    said = [text for _, text in lines]
-    assert "nothing" in said[0]  # deflate cannot expand much further than a thousandfold, and 80 MiB is little
-    assert "expands more than 1000 fold" in said[1] and "expands more than 1000 fold" in said[2]
-
-
-def test_a_window_that_is_too_large_is_refused(tmp_path):
+def test_too_large_window_is_refused(tmp_path):
     settings = zstandard.ZstdCompressionParameters.from_level(3, window_log=30, enable_ldm=True, write_checksum=1)
     stored = zstandard.ZstdCompressor(compression_params=settings).compressobj()
     data = stored.compress(TEXT) + stored.flush()

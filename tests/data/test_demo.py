@@ -35,7 +35,7 @@ def test_training_again_gives_the_committed_tokenizer():
     assert train_bpe(texts(train), 1024).text == tokenizer.read_text(encoding="utf-8")
 
 
-def test_the_split_is_by_document(demo):
+def test_split_is_by_document(demo):
     train, validation, _ = demo_files()
     assert not set(texts(train)) & set(texts(validation))
     assert demo.manifest.splits["train"]["sotu"].documents == len(texts(train)) == 36
@@ -50,27 +50,27 @@ def test_text_survives_the_tokenizer(demo):
 
 
 @pytest.mark.slow
-def test_it_is_prepared_once_for_each_length(cache, demo):
+def test_demo_is_prepared_once_per_length(cache, demo):
     stamp = (demo.directory / "manifest.json").stat().st_mtime_ns
     assert demo_dataset(cache).directory == demo.directory
     assert (demo.directory / "manifest.json").stat().st_mtime_ns == stamp
     assert demo_dataset(cache, seq_len=64).seq_len == 64
 
 
-def test_a_damaged_cache_is_named_and_made_anew(demo, tmp_path, capsys):
+def test_damaged_cache_is_named_and_made_anew(demo, tmp_path, capsys):
     shard = shutil.copytree(demo.directory, tmp_path / demo.directory.name) / "train-000-00000.array_record"
     shard.write_bytes(shard.read_bytes()[:-5])
     assert demo_dataset(tmp_path).manifest == demo.manifest
     assert "train-000-00000.array_record: shard truncated" in capsys.readouterr().err
 
 
-def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path):
+def test_cache_that_cannot_be_written_names_the_way_out(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match="cannot be written into .*file.*HALFBYTE_CACHE"):
         demo_dataset(tmp_path / "file")
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+def test_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "a"))
     assert user_cache() == tmp_path / "a"
     monkeypatch.delenv("HALFBYTE_CACHE")
@@ -95,6 +95,6 @@ def test_baselines_of_the_demo(demo):
     assert ngram_baselines(demo) == pytest.approx({"unigram": 5.953, "bigram": 4.163}, abs=0.005)
 
 
-def test_the_room_stays_clear_of_jax():
+def test_data_imports_no_jax():
     program = "import sys, halfbyte.data; sys.exit('jax' in sys.modules or 'grain' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

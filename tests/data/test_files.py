@@ -29,44 +29,27 @@ def records(path) -> list:
     return [record for chunk in iter_chunks(as_file(path)) for record in json_records(chunk)]
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_jsonl_reads_the_same_however_compressed(tmp_path, suffix):
+def test_files_read_the_same_however_compressed(tmp_path):
     lines = "".join(json.dumps({"text": t, "source": "s"}) + "\n" for t in TEXTS)
-    path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(COMPRESS[suffix](lines.encode()))
-    assert records(path) == [(t.encode(), "s") for t in TEXTS]
-
-
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_text_reads_the_same_however_compressed(tmp_path, suffix):
     text = "first line\nzweite Zeile: ü\n" * 50
-    path = tmp_path / f"a.txt{suffix}"
-    path.write_bytes(COMPRESS[suffix](text.encode()))
-    assert b"".join(chunk.data for chunk in iter_chunks(as_file(path))).decode() == text
-
-
-def test_several_frames_in_one_file(tmp_path):
     for suffix, compress in COMPRESS.items():
-        path = tmp_path / f"a.jsonl{suffix}"
-        path.write_bytes(compress(b'{"text": "a"}\n') + compress(b'{"text": "b"}\n'))
-        assert records(path) == [(b"a", None), (b"b", None)]
+        path, plain, two = (tmp_path / f"{name}{suffix}" for name in ("a.jsonl", "a.txt", "two.jsonl"))
+        path.write_bytes(compress(lines.encode()))
+        assert records(path) == [(t.encode(), "s") for t in TEXTS], suffix
+        plain.write_bytes(compress(text.encode()))
+        assert b"".join(chunk.data for chunk in iter_chunks(as_file(plain))).decode() == text, suffix
+        two.write_bytes(compress(b'{"text": "a"}\n') + compress(b'{"text": "b"}\n'))  # two frames
+        assert records(two) == [(b"a", None), (b"b", None)], suffix
 
 
-@pytest.mark.parametrize("suffix", [s for s in COMPRESS if s])
-def test_a_cut_file_is_named(tmp_path, suffix):
-    data = COMPRESS[suffix](b"".join(b'{"text": "%d"}\n' % (i * 7919) for i in range(5000)))
-    path = tmp_path / f"cut.jsonl{suffix}"
-    path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match="cut.jsonl.*damaged or cut short"):
-        records(path)
-
-
-@pytest.mark.parametrize("suffix", [s for s in COMPRESS if s])
-def test_a_file_that_is_not_compressed_at_all_is_named(tmp_path, suffix):
-    path = tmp_path / f"plain.jsonl{suffix}"
-    path.write_bytes(b'{"text": "plain"}\n' * 9)
-    with pytest.raises(ValueError, match="plain.jsonl.*damaged or cut short"):
-        records(path)
+def test_damaged_compressed_files_are_refused_by_name(tmp_path):
+    lines = b"".join(b'{"text": "%d"}\n' % (i * 7919) for i in range(5000))
+    for suffix in filter(None, COMPRESS):
+        whole = COMPRESS[suffix](lines)
+        for data in (whole[: len(whole) // 2], b'{"text": "plain"}\n' * 9):  # cut, and not compressed at all
+            (tmp_path / f"x.jsonl{suffix}").write_bytes(data)
+            with pytest.raises(ValueError, match="x.jsonl.*damaged or cut short"):
+                records(tmp_path / f"x.jsonl{suffix}")
 
 
 @pytest.mark.parametrize(
@@ -81,14 +64,14 @@ def test_a_file_that_is_not_compressed_at_all_is_named(tmp_path, suffix):
         (b'{"text": "\xff"}', "line 2: not JSON"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, line, message):
+def test_bad_line_is_refused_by_number(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
         records(path)
 
 
-def test_line_numbers_go_on_over_chunks(tmp_path, monkeypatch):
+def test_line_numbers_continue_over_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 40)
     monkeypatch.setattr(compression, "READ_BLOCK_BYTES", 16)
     path = tmp_path / "a.jsonl"
@@ -97,14 +80,14 @@ def test_line_numbers_go_on_over_chunks(tmp_path, monkeypatch):
         records(path)
 
 
-def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path):
+def test_byte_order_mark_and_blank_lines_are_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "x"}\n\n\n{"text": "y"}')
     assert [text for text, _ in records(path)] == [b"x", b"y"]
 
 
 @given(st.text(min_size=2), st.integers(1, 200))
-def test_a_cut_never_breaks_a_character(text, limit):
+def test_cut_never_breaks_a_character(text, limit):
     data = text.encode()
     cut = find_cut(data, min(limit, len(data)))
     assert data[:cut].decode() + data[cut:].decode() == text
@@ -124,7 +107,7 @@ def test_pieces_of_a_text_file_join_to_it(tmp_path, monkeypatch):
     assert [p.start for p in pieces] == [sum(len(q.data) for q in pieces[:i]) for i in range(len(pieces))]
 
 
-def test_directories_globs_and_names_give_files_in_order_and_once(tmp_path):
+def test_find_files_gives_each_file_once_in_order(tmp_path):
     for name in ("b.jsonl", "a.txt", "sub/c.jsonl.xz", "notes.pdf"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
@@ -132,7 +115,7 @@ def test_directories_globs_and_names_give_files_in_order_and_once(tmp_path):
     assert [f.name for f in find_files([tmp_path / "*.jsonl", tmp_path / "b.jsonl"])] == ["b.jsonl"]
 
 
-def test_names_that_cannot_be_read_are_refused(tmp_path):
+def test_unreadable_names_are_refused(tmp_path):
     (tmp_path / "notes.pdf").write_bytes(b"")
     with pytest.raises(ValueError, match="notes.pdf: its name does not tell what it holds; .*--text .pdf"):
         find_files([tmp_path / "notes.pdf"])

@@ -49,7 +49,7 @@ def test_both_equal_the_formulas(dataset):
     assert expected["bigram"] < expected["unigram"] < math.log(320)
 
 
-def test_a_mixture_counts_all_of_its_rows(dataset):
+def test_mixture_counts_all_of_its_rows(dataset):
     twice = Mixture((dataset, dataset), (0.5, 0.5))
     train = pairs(np.concatenate([dataset.read_rows("train")] * 2))
     held = pairs(np.concatenate([dataset.read_rows("validation")] * 2))

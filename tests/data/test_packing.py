@@ -66,7 +66,7 @@ def test_boundaries_of_segments_are_boundaries_of_documents(case):
 
 @pytest.mark.slow
 @given(documents_and_width)
-def test_a_batch_follows_from_its_rows(case):
+def test_batch_follows_from_its_rows(case):
     documents, seq_len = case
     rows = pack(documents, seq_len)
     batch = rows_to_batch(rows)
@@ -84,7 +84,7 @@ def test_a_batch_follows_from_its_rows(case):
             assert batch["positions"][r, i] == position
 
 
-def test_every_token_but_document_and_row_starts_is_a_target_once():
+def test_tokens_but_starts_are_targets_once():
     documents = [list(range(1, 30)), list(range(30, 75))]
     targets = rows_to_batch(pack(documents, 10))["targets"]
     rows = pack(documents, 10)["tokens"]

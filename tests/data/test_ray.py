@@ -38,11 +38,11 @@ def cluster():
         ray.shutdown()
 
 
-def test_the_cluster_is_on_loopback_alone(cluster):
+def test_cluster_is_on_loopback_alone(cluster):
     assert [node["NodeManagerAddress"] for node in cluster.nodes()] == ["127.0.0.1"]
 
 
-def test_a_killed_worker_is_done_again_and_the_bytes_are_those_of_one_machine(tmp_path, cluster):
+def test_chunk_of_a_killed_worker_is_encoded_again(tmp_path, cluster):
     for number in range(12):
         write_jsonl(tmp_path / f"{number:02}.jsonl", make_documents(300, seed=number), ("laws", None)[number % 2])
     shared = {"tokenizer": "bpe:300", "val_fraction": 0.1, "seq_len": 64}

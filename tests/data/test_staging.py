@@ -66,7 +66,7 @@ KILLS = """if True:
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_kill_leaves_the_old_or_the_new_and_what_is_left_is_removed(tmp_path, can_exchange):
+def test_kill_leaves_the_old_or_the_new_directory(tmp_path, can_exchange):
     command = [sys.executable, "-c", KILLS, str(tmp_path), str(can_exchange)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     found = json.loads(done.stdout)
@@ -78,7 +78,7 @@ def test_a_kill_leaves_the_old_or_the_new_and_what_is_left_is_removed(tmp_path, 
     assert len([line for line in said if "removed" in line or "put back" in line]) == sum(left for _, left, *_ in found)
 
 
-def test_what_is_being_made_is_left_alone(tmp_path, capsys):
+def test_locked_staging_directory_is_left_alone(tmp_path, capsys):
     out = tmp_path / "out"
     with StagingDirectory(out) as path:
         (path / "a").write_text("new")
@@ -89,7 +89,7 @@ def test_what_is_being_made_is_left_alone(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_only_copy_comes_back_where_directories_have_no_locks(tmp_path, capsys, monkeypatch):
+def test_only_copy_is_restored_without_locks(tmp_path, capsys, monkeypatch):
     def no_locks(*_):
         raise OSError(errno.EBADF, "no locks on a directory")
 
@@ -103,7 +103,7 @@ def test_the_only_copy_comes_back_where_directories_have_no_locks(tmp_path, caps
 
 
 @pytest.mark.parametrize("name", ["out", "wei[r]d *name"])
-def test_every_command_that_makes_a_directory_removes_what_a_killed_one_left(tmp_path, name, capsys):
+def test_commands_remove_staging_of_killed_processes(tmp_path, name, capsys):
     out = tmp_path / name
 
     def left() -> Path:
@@ -122,7 +122,7 @@ def test_every_command_that_makes_a_directory_removes_what_a_killed_one_left(tmp
 
 
 @pytest.mark.parametrize("kind", ["partial", "replaced"])
-def test_what_another_machine_makes_is_left_alone(tmp_path, kind, capsys):
+def test_staging_of_another_host_is_left_alone(tmp_path, kind, capsys):
     """Its lock may not be seen here. The same name of this machine, without a lock, is removed."""
     (tmp_path / "out").mkdir()
     for host in (HOST, "0a0b0c0d"):
@@ -166,7 +166,7 @@ def test_directory_that_was_moved_to_out_during_the_work_stays(tmp_path, monkeyp
     assert (tmp_path / "away" / "old").read_text() == "old"
 
 
-def test_file_that_appears_in_an_export_while_it_is_replaced_stays(tmp_path):
+def test_file_that_appears_during_an_export_is_kept(tmp_path):
     out, config = tmp_path / "out", {"model_type": "llama"}
     write_hf_folder(out, [], config, {"model.safetensors": b"old"})
 

@@ -50,17 +50,17 @@ def test_training_twice_gives_one_file():
 
 
 def test_bpe_has_the_size_asked_for_when_the_text_allows():
-    assert BPE.vocab_size == 300 or BPE.vocab_size < 300
+    assert BPE.vocab_size <= 300
     assert train_bpe(["the state of the union, the law of the land, the people of the nation"], 264).vocab_size == 264
 
 
 @pytest.mark.parametrize("spec", ["bpe:", "bpe:many", "bpe:-5", "bpe:256"])
-def test_a_bad_size_is_refused(spec):
+def test_bad_size_is_refused(spec):
     with pytest.raises(ValueError, match="vocabulary's size"):
         bpe_size(spec)
 
 
-def test_a_foreign_tokenizer_keeps_its_own_markers(tmp_path):
+def test_foreign_tokenizer_keeps_its_own_markers(tmp_path):
     inner = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "hello": 1}, unk_token="<unk>"))
     inner.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
     inner.save(str(tmp_path / "tokenizer.json"))
@@ -69,7 +69,7 @@ def test_a_foreign_tokenizer_keeps_its_own_markers(tmp_path):
     assert loaded.vocab_size == 4
 
 
-def test_a_tokenizer_without_markers_asks_for_them(tmp_path):
+def test_tokenizer_without_markers_asks_for_them(tmp_path):
     inner = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1}, unk_token="[UNK]"))
     path = tmp_path / "tokenizer.json"
     inner.save(str(path))
@@ -80,7 +80,7 @@ def test_a_tokenizer_without_markers_asks_for_them(tmp_path):
         load_tokenizer(path, eos="nope")
 
 
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
+def test_file_that_is_no_tokenizer_is_named(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps({"version": 3}))
     with pytest.raises(ValueError, match="x.json: not a tokenizer.json"):
         load_tokenizer(tmp_path / "x.json")

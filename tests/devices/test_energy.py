@@ -47,13 +47,13 @@ def gpus(*places):
 @pytest.mark.parametrize(
     ("visible", "watts"), [("", 150), ("2,3", 350), ("GPU-abc,0", 250)], ids=["all", "some", "by UUID"]
 )
-def test_the_gpus_of_this_process_are_those_that_are_counted(driver, visible, watts):
+def test_energy_counts_the_gpus_of_this_process(driver, visible, watts):
     found = open_energy_meter(gpus(0, 1), {"CUDA_VISIBLE_DEVICES": visible})
     driver.now = 60.0
     assert found.joules() == 60 * watts
 
 
-def test_what_is_missing_is_said(driver, monkeypatch):
+def test_missing_energy_counter_says_why(driver, monkeypatch):
     cpu = [SimpleNamespace(platform="cpu", local_hardware_id=0)]
     assert "Invalid Argument" in open_energy_meter(gpus(7), {}).missing
     assert open_energy_meter(cpu, {}).joules() is None
@@ -63,7 +63,7 @@ def test_what_is_missing_is_said(driver, monkeypatch):
     assert absent.joules() is None
 
 
-def test_a_driver_that_stops_to_answer_costs_a_number_and_no_run(driver):
+def test_lost_driver_gives_no_joules_and_no_error(driver):
     late = DeferredMetrics(energy=open_energy_meter(gpus(0), {}).joules)
     late.enqueue(1, {})
     driver.now = -1.0
@@ -71,7 +71,7 @@ def test_a_driver_that_stops_to_answer_costs_a_number_and_no_run(driver):
     assert late.flush().joules is None
 
 
-def test_a_step_has_its_own_joules_and_no_others(driver):
+def test_step_has_its_own_joules(driver):
     late = DeferredMetrics(clock=lambda: driver.now, energy=open_energy_meter(gpus(0), {}).joules)
     late.enqueue(1, {})
     driver.now = 2.0

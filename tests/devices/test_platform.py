@@ -20,7 +20,7 @@ from halfbyte.devices import compile_target as asked
         ("cpu", True, True, {}, "the driver is too old"),
     ],
 )
-def test_a_card_that_stands_idle_is_said(monkeypatch, platform, driver, plugin, environ, words):
+def test_unused_gpu_is_reported(monkeypatch, platform, driver, plugin, environ, words):
     monkeypatch.setattr(asked, "has_nvidia_driver", lambda: driver)
     monkeypatch.setattr(asked, "any_installed", lambda names: plugin)
     said = asked.unused_gpu_hint(environ, platform)
@@ -28,7 +28,7 @@ def test_a_card_that_stands_idle_is_said(monkeypatch, platform, driver, plugin, 
 
 
 @pytest.mark.cuda_compiler
-def test_the_compiler_without_a_card_says_nothing_whoever_chose_the_platform():
+def test_compiler_without_a_gpu_prints_nothing():
     command = [sys.executable, "-c", "from halfbyte.cli.main import entry; entry()", "recipes", "nvfp4"]
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)

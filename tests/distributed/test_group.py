@@ -83,7 +83,7 @@ def test_agreement_names_rank_and_field():
     assert "learning_rate" not in str(found[1])
 
 
-def test_all_stop_at_one_step_wherever_each_is():
+def test_all_ranks_stop_at_one_step():
     """Three ranks that run freely, each at another speed, until the signal comes: all end at the same step."""
     groups, _ = make_groups(3, Store())
     for group in groups:
@@ -106,7 +106,7 @@ def test_all_stop_at_one_step_wherever_each_is():
 
 
 @pytest.mark.slow
-def test_a_stop_before_the_first_step_ends_all_with_75(until):
+def test_stop_before_the_first_step_ends_all_with_75(until):
     groups, ends = make_groups(2, Store())
     for group in groups:
         group.open()
@@ -133,7 +133,7 @@ def test_one_failure_is_everyones_sentence(until):
 
 
 @pytest.mark.slow
-def test_a_silent_rank_is_named_and_a_dead_coordinator_too(until):
+def test_silent_rank_is_named_and_a_dead_coordinator_too(until):
     store = Store()
     groups, ends = make_groups(2, store, limits=WatchdogLimits(heartbeat_timeout_s=1.0))
     groups[0].open()
@@ -153,7 +153,7 @@ def test_a_silent_rank_is_named_and_a_dead_coordinator_too(until):
 
 
 @pytest.mark.parametrize("lives", [False, True])
-def test_a_rank_that_has_gone_is_named_also_where_its_last_beat_is_seen_late(monkeypatch, lives):
+def test_dead_rank_is_blamed_after_a_late_heartbeat(monkeypatch, lives):
     """A process that stood still sees it when it asks who is to blame. One that lives beats on, and is not blamed."""
     now, beat = [0.0], lambda: groups[1]._put("beat/1", groups[1]._beat().to_json())
 
@@ -175,7 +175,7 @@ def test_a_rank_that_has_gone_is_named_also_where_its_last_beat_is_seen_late(mon
     assert end.sentence == ("rank 0: RuntimeError: connection reset by peer" if lives else gone)
 
 
-def test_the_furthest_behind_is_blamed_and_nobody_during_a_pause():
+def test_rank_furthest_behind_is_blamed():
     limits = WatchdogLimits(heartbeat_timeout_s=60, step_timeout_s=10)
     stuck = {0: Heartbeat(9, 13, "step", 11.0), 1: Heartbeat(9, 12, "data", 12.0)}
     rank, sentence = find_stalled_rank(stuck, {0: 0.1, 1: 0.1}, limits)

@@ -6,7 +6,7 @@ import pytest
 from halfbyte.distributed import MockedDevices, check_mock, mock_gpu_topology
 
 
-def test_a_gpu_stands_for_one_of_eight(monkeypatch):
+def test_gpu_stands_for_one_of_eight(monkeypatch):
     told = {}
     monkeypatch.setattr(jax.config, "update", told.__setitem__)
     environ = {"XLA_FLAGS": "--xla_a=1"}

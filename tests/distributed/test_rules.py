@@ -19,23 +19,20 @@ def mesh(**shape):
     return make_mesh(shape, jax.devices("cpu"))
 
 
-@pytest.mark.parametrize(
-    "axes, spec",
-    [
-        (("batch", "seq", "width"), P(("data", "fsdp", "expert"), "context")),
-        (("batch", "residual_seq", "width"), P(("data", "fsdp", "expert"), ("context", "tensor"))),
-        (("layers", "embed", "mlp"), P(None, "fsdp", "tensor")),
-        (("layers", "mlp", "embed"), P(None, "tensor", "fsdp")),
-        (("vocab", "embed"), P("tensor", "fsdp")),
-        (("batch", "embed"), P(("data", "fsdp", "expert"))),  # an axis is used once: the first dim that wants it has it
-        ((None, "head_dim"), P()),
-    ],
-)
-def test_specs(axes, spec):
-    assert DEFAULT_RULES.spec(axes) == spec
+SPECS = [
+    (("batch", "seq", "width"), P(("data", "fsdp", "expert"), "context")),
+    (("batch", "residual_seq", "width"), P(("data", "fsdp", "expert"), ("context", "tensor"))),
+    (("layers", "embed", "mlp"), P(None, "fsdp", "tensor")),
+    (("layers", "mlp", "embed"), P(None, "tensor", "fsdp")),
+    (("vocab", "embed"), P("tensor", "fsdp")),
+    (("batch", "embed"), P(("data", "fsdp", "expert"))),  # an axis is used once: the first dim that wants it has it
+    ((None, "head_dim"), P()),
+]
 
 
-def test_axes_of_size_one_are_left_out():
+def test_specs_of_default_rules():
+    assert [DEFAULT_RULES.spec(axes) for axes, _ in SPECS] == [spec for _, spec in SPECS]
+    # axes of size one are left out
     assert DEFAULT_RULES.spec(("batch", "seq", "heads"), mesh(data=2, tensor=4)) == P("data", None, "tensor")
 
 
@@ -54,12 +51,12 @@ def test_constrain():
     assert y.sharding.is_equivalent_to(named_sharding(("batch", None), on), 2)
 
 
-def test_a_dim_that_does_not_divide_is_named():
+def test_dim_that_does_not_divide_is_named():
     with pytest.raises(ValueError, match="the batch is 6, which data=2 x fsdp=4 does not divide"):
         check_sharded(6, "batch", mesh(data=2, fsdp=4), what="the batch")
 
 
-def test_a_shard_that_cuts_a_block_is_refused():
+def test_shard_that_cuts_a_block_is_refused():
     shapes = {"layers/mlp/up": ((2, 64, 96), ("layers", "embed", "mlp"))}
     check_model_dims(shapes, mesh(fsdp=4, tensor=2))
     with pytest.raises(

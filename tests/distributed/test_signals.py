@@ -10,7 +10,7 @@ from halfbyte.distributed import ProcessGroup, SignalHandler
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_becomes_a_reason_to_stop(number, until):
+def test_signal_becomes_a_reason_to_stop(number, until):
     before = signal.getsignal(number)
     group = ProcessGroup()
     group.enter_step_loop()
@@ -33,7 +33,7 @@ def test_before_the_first_step_it_ends_at_once_with_75():
     assert len(ends) == 1
 
 
-def test_a_second_interrupt_stops_at_once():
+def test_second_interrupt_stops_at_once():
     def interrupt_twice():
         signal.raise_signal(signal.SIGINT)  # to this thread, so that the second cannot come before the first is seen
         signal.raise_signal(signal.SIGINT)

@@ -37,7 +37,7 @@ def starts(tmp_path, rank=0):
     return len(list(tmp_path.glob(f"start-{rank}-*")))
 
 
-def test_a_fault_is_started_again_and_a_stuck_peer_is_killed(tmp_path, monkeypatch):
+def test_fault_restarts_all_ranks_and_kills_a_stuck_one(tmp_path, monkeypatch):
     behave = """
 while not start and rank == 0:
     time.sleep(0.1)
@@ -52,7 +52,7 @@ os._exit(0) if start else os.kill(os.getpid(), 9)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="held on Linux alone")
-def test_a_held_port_is_the_coordinators_and_nobody_elses():
+def test_reserved_port_is_only_for_the_coordinator():
     with reserved_port() as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
@@ -68,24 +68,8 @@ def test_a_held_port_is_the_coordinators_and_nobody_elses():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="held on Linux alone")
-def test_nobody_takes_the_port_before_the_first_rank_listens(tmp_path, monkeypatch):
-    behave = """
-import socket
-port = int(sys.argv[sys.argv.index("--distributed.coordinator") + 1].rpartition(":")[2])
-try:
-    socket.socket().bind(("127.0.0.1", port))
-except OSError:
-    sys.exit(0)
-sys.exit(3)
-"""
-    found, _ = make_supervisor(tmp_path, monkeypatch, behave, ranks=2)
-    assert found.run() == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("code", [2, 3])
-def test_an_answer_is_not_asked_for_again(tmp_path, monkeypatch, code):
+def test_bad_input_is_not_restarted(tmp_path, monkeypatch, code):
     found, _ = make_supervisor(tmp_path, monkeypatch, f"sys.exit({code})")
     assert found.run() == code
     assert starts(tmp_path) == 1
@@ -95,7 +79,7 @@ def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path, monkeypatch):
     found, said = make_supervisor(tmp_path, monkeypatch, "sys.exit(1)")
     assert found.run() == 1
     assert starts(tmp_path) == 3
-    assert "giving up" in said[-1]
+    assert [text.split(" in ")[-1] for text in said[:2]] == ["0.01 s", "0.02 s"] and "giving up" in said[-1]
 
 
 @pytest.mark.slow
@@ -107,7 +91,7 @@ def test_progress_renews_the_bound(tmp_path, monkeypatch):
     assert found.restarts == 6
 
 
-def test_signals_go_to_the_ranks_and_nothing_is_started_again(tmp_path, monkeypatch):
+def test_signal_goes_to_the_ranks_and_ends_restarts(tmp_path, monkeypatch):
     behave = "import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
     behave = "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); " + behave.split("; ", 1)[1]
     found, _ = make_supervisor(tmp_path, monkeypatch, behave)
@@ -116,7 +100,7 @@ def test_signals_go_to_the_ranks_and_nothing_is_started_again(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_signal_while_ranks_are_being_started_goes_to_all_of_them(tmp_path, monkeypatch, until):
+def test_signal_during_start_goes_to_all_ranks(tmp_path, monkeypatch, until):
     behave = "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); "
     behave += "(folder / f'up-{rank}').touch(); time.sleep(600)"
     found, _ = make_supervisor(tmp_path, monkeypatch, behave, ranks=2)
@@ -134,7 +118,7 @@ def test_a_signal_while_ranks_are_being_started_goes_to_all_of_them(tmp_path, mo
     assert starts(tmp_path, 0) == starts(tmp_path, 1) == 1
 
 
-def test_the_command_and_its_directory():
+def test_launch_command_gets_a_run_directory():
     args = parse(["--ranks", "2", "--", "train", "demo", "--steps", "5"])
     assert (args.ranks, args.command) == (2, ("train", "demo", "--steps", "5"))
     words, directory = with_run_directory(args.command)
@@ -184,7 +168,7 @@ def is_running(pid):
         return False
 
 
-def test_what_lies_in_the_present_directory_is_no_program_of_ours(tmp_path):
+def test_modules_of_the_current_directory_are_not_imported(tmp_path):
     """As when somebody goes into a run directory that came from elsewhere, and launches from there."""
     (tmp_path / "difflib.py").write_text("raise SystemExit(99)")
     assert subprocess.run([*supervisor.RANK_COMMAND, "--help"], cwd=tmp_path, capture_output=True).returncode == 0

@@ -2,6 +2,7 @@
 stands in backticks. Oracle: the commands' own parsers. Those of the README and of docs/install.md are run where this
 machine can; `PARSED_ONLY` has the others, each with its reason."""
 
+import functools
 import importlib
 import json
 import re
@@ -58,30 +59,39 @@ def a_folder_of_the_reader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("page, line", ALL, ids=[f"{page}: {line}" for page, line in ALL])
-def test_a_command_is_understood(page, line, a_folder_of_the_reader):
+@functools.cache  # several pages print the same command
+def parse_error(line):
+    """Returns why the command line refuses a printed command; None if it takes it."""
     _, name, *words = meant(shlex.split(line))
     if name.startswith("-") or name in ("COMMAND", "help"):
-        return
-    assert name in COMMANDS, f"{page}: there is no command {name}"
-    if "--help" in words or not words:
-        return
-    understood(name, words)
+        return None
+    if name not in COMMANDS:
+        return f"there is no command {name}"
+    try:
+        return None if "--help" in words or not words else parse_command(name, words)
+    except (Exception, SystemExit) as error:
+        return repr(error)
 
 
-def understood(name, words):
+def test_printed_commands_parse(a_folder_of_the_reader):
+    assert {f"{page}: {line}": why for page, line in ALL if (why := parse_error(line))} == {}
+    assert parse_error("halfbyte train demo --stepz 3") and parse_error("halfbyte trian demo")
+
+
+def parse_command(name, words):
     if name == "launch":
         name, words = "train", list(parse_launch(words).command[1:])
-    if name == "train":
-        if "--init-from" in words:  # reads the folder that is named; its flags are those of train
-            at = words.index("--init-from")
-            words = [*words[:at], *words[at + 2 :]]
-        assert parse_train(words).run.name in run_names()
-    else:
+    if name != "train":
         cli.parse_flags(name, importlib.import_module(f"halfbyte.cli.{COMMANDS[name].stem}"), words)
+        return None
+    if "--init-from" in words:  # reads the folder that is named; its flags are those of train
+        at = words.index("--init-from")
+        words = [*words[:at], *words[at + 2 :]]
+    run = parse_train(words).run.name
+    return None if run in run_names() else f"there is no run {run}"
 
 
-def test_the_pages_hold_enough_of_them_to_mean_something():
+def test_pages_print_every_command():
     assert len(ALL) > 80
     assert {line.split()[1] for _, line in ALL} >= set(COMMANDS) - {"plan"}
 
@@ -137,7 +147,7 @@ def printed_commands(page):
     return {re.sub(r"^source <\((.*)\)$", r"\1", line) for line in stripped if line}
 
 
-def test_every_command_of_the_first_pages_is_run_or_has_a_reason():
+def test_commands_of_first_pages_run_or_have_a_reason():
     listed = {*AS_PRINTED, *MADE_SMALL, *MAKE, *PARSED_ONLY}
     printed = printed_commands(ROOT / "README.md") | printed_commands(ROOT / "docs" / "install.md")
     assert sorted(printed - listed) == [], "neither run nor excused"
@@ -145,19 +155,19 @@ def test_every_command_of_the_first_pages_is_run_or_has_a_reason():
     assert all(reason for reason in PARSED_ONLY.values())
 
 
-@pytest.mark.parametrize("line", [*FIRST, *AS_PRINTED])
-def test_a_command_of_the_first_minutes_runs(line, capfd):
-    assert cli.main(shlex.split(line)[1:]) == 0
-    assert len(capfd.readouterr().out) > 10
+def test_commands_without_a_run_print_and_exit_0(capfd):
+    for line in (*FIRST, *AS_PRINTED):
+        assert cli.main(shlex.split(line)[1:]) == 0, line
+        assert len(capfd.readouterr().out) > 10, line
 
 
-@pytest.mark.parametrize("line", MAKE)
-def test_make_knows_the_target(line):
-    done = subprocess.run([*shlex.split(line), "-n"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_make_targets_of_pages_exist():
+    for line in MAKE:
+        done = subprocess.run([*shlex.split(line), "-n"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, (line, done.stderr)
 
 
-def test_pip_commands_name_files_that_exist():
+def test_pip_commands_name_existing_files():
     for line in (line for line in PARSED_ONLY if line.startswith("pip install")):
         words = shlex.split(line)[2:]
         assert words[-1].split("[")[0] == "." and (ROOT / "pyproject.toml").exists()
@@ -165,7 +175,7 @@ def test_pip_commands_name_files_that_exist():
 
 
 @pytest.mark.slow
-def test_commands_of_the_first_pages_run_at_small_sizes(tmp_path, monkeypatch, capfd, quick_compiles, one_device):
+def test_commands_of_first_pages_run_at_small_sizes(tmp_path, monkeypatch, capfd, quick_compiles, one_device):
     """One after the other in one folder, as a reader would; each with its exit code."""
     monkeypatch.chdir(tmp_path)
     pages = [str(page) for page in sorted((ROOT / "docs").glob("*.md"))]

@@ -112,27 +112,31 @@ def largest_trained():
 
 
 def computed():
-    """Figure of the README: the value that its evidence gives."""
-    halfbyte, nvfp4 = league("remainder_4over6"), league("nvfp4")
+    """Figure of the README: (the value that its evidence gives, the file that the link next to it names)."""
+    halfbyte, nvfp4, runs, gaps = league("remainder_4over6"), league("nvfp4"), "league/runs.json", "parity/gaps.json"
+
+    def speed(name, pick=lambda ratios: ratios[0], **how):
+        return pick(speeds(name, **how)), name
+
     return {
-        "+2.66%": grid("s"),
-        "[1.75, 3.56]": grid_bracket("nvfp4_all_linear"),
-        "3.2M": size_of_grid("s"),
-        "16.4": tokens_per_parameter("s"),
-        "+1.21%": grid("l"),
-        "23.9M": size_of_grid("l"),
-        "2.2": tokens_per_parameter("l"),
-        "+0.38%": halfbyte[0],
-        "[-0.05, +0.81]": halfbyte[1],
-        "+1.81%": nvfp4[0],
-        "3.0M": millions(read("league/plan.json")["sizes"]["3M"]["parameters"]),
-        "0.760x": speeds("league/bench_h200_more.json", "halfbyte", 3)[0],
-        "0.95x": speeds("frontier_1b_h200.json", remat="none")[0],
-        "1.01x": max(speeds("steps_one_pipeline_h200.json")),
-        "1.34x": speeds("in_place_h200.json", "fp8")[-1],
-        "0.93x": speeds("experts/step_without_loop_h200.json")[0],
-        "0.78x": f"{read('by_hand_h200.json')['llama-60m']['ratio']:.2f}x",
-        "58.9M": millions(count_params(largest_trained())),
+        "+2.66%": (grid("s"), gaps),
+        "[1.75, 3.56]": (grid_bracket("nvfp4_all_linear"), gaps),
+        "3.2M": (size_of_grid("s"), gaps),
+        "16.4": (tokens_per_parameter("s"), gaps),
+        "+1.21%": (grid("l"), gaps),
+        "23.9M": (size_of_grid("l"), gaps),
+        "2.2": (tokens_per_parameter("l"), gaps),
+        "+0.38%": (halfbyte[0], runs),
+        "[-0.05, +0.81]": (halfbyte[1], runs),
+        "+1.81%": (nvfp4[0], runs),
+        "3.0M": (millions(read("league/plan.json")["sizes"]["3M"]["parameters"]), runs),
+        "0.760x": speed("league/bench_h200_more.json", recipe="halfbyte", digits=3),
+        "0.95x": speed("frontier_1b_h200.json", remat="none"),
+        "1.01x": speed("steps_one_pipeline_h200.json", max),
+        "1.34x": speed("in_place_h200.json", lambda ratios: ratios[-1], recipe="fp8"),
+        "0.93x": speed("experts/step_without_loop_h200.json"),
+        "0.78x": (f"{read('by_hand_h200.json')['llama-60m']['ratio']:.2f}x", "by_hand_h200.json"),
+        "58.9M": (millions(count_params(largest_trained())), "loss_nvfp4.json"),
     }
 
 
@@ -158,8 +162,12 @@ def links(block):
 
 def test_every_figure_is_what_the_evidence_gives():
     shown = {figure for block in blocks(PAGE) for figure in figures(block)}
-    assert shown - PUBLISHED - CONVENTIONS == set(computed())
-    assert {figure: value for figure, value in computed().items() if figure != value} == {}
+    evidence = computed()
+    assert shown - PUBLISHED - CONVENTIONS == set(evidence)
+    assert {figure: value for figure, (value, _) in evidence.items() if figure != value} == {}
+    for block in blocks(PAGE):
+        for figure in set(figures(block)) & evidence.keys():
+            assert f"docs/evidence/{evidence[figure][1]}" in links(block), figure
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
@@ -174,20 +182,6 @@ def test_every_figure_has_a_link_to_evidence_next_to_it(page):
         assert not names or near or is_of_a_linked_section(block, path), (names, block)
         for link in near:
             assert link.startswith("https://") or (path.parent / link).exists(), link
-
-
-def test_the_link_next_to_a_figure_is_its_own():
-    """The file, or the folder of the study, that `computed` reads it from."""
-    grid_names = ("+2.66%", "[1.75, 3.56]", "3.2M", "16.4", "+1.21%", "23.9M", "2.2")
-    source = dict.fromkeys(grid_names, "parity/gaps.json")
-    source |= dict.fromkeys(("+0.38%", "[-0.05, +0.81]", "+1.81%", "3.0M"), "league/runs.json")
-    source |= {"0.760x": "league/bench_h200_more.json", "0.95x": "frontier_1b_h200.json", "58.9M": "loss_nvfp4.json"}
-    source |= {"1.01x": "steps_one_pipeline_h200.json", "1.34x": "in_place_h200.json", "0.78x": "by_hand_h200.json"}
-    source |= {"0.93x": "experts/step_without_loop_h200.json"}
-    assert source.keys() == computed().keys()
-    for block in blocks(PAGE):
-        for figure in set(figures(block)) & source.keys():
-            assert f"docs/evidence/{source[figure]}" in links(block), figure
 
 
 def is_of_a_linked_section(block, path):
@@ -248,7 +242,7 @@ ROUNDER_ON_THE_README = {"0.93x", "0.78x", "1.34x"}
 def test_results_page_has_the_values_of_its_evidence():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     shown = {figure for block in blocks(page) for figure in figures(block)} - CONVENTIONS - SIZES_OF_RUNS
-    assert shown == results() | set(computed().values()) - ROUNDER_ON_THE_README
+    assert shown == results() | {value for value, _ in computed().values()} - ROUNDER_ON_THE_README
     for size in SIZES_OF_RUNS - {"53M"}:
         assert size in (EVIDENCE / "playbook" / "README.md").read_text(encoding="utf-8")
 
@@ -273,7 +267,7 @@ def test_league_page_has_the_gaps_of_its_runs():
     assert sum(map(int, counts)) == 39 and len(planned) == 39 + 2 + 1 + 3  # bf16, and three of the ablation alone
 
 
-def test_the_gemm_times_of_the_recipe_halfbyte_are_those_of_the_devices():
+def test_gemm_times_of_recipe_halfbyte_are_those_of_devices():
     """Shares of bf16's time on the page of the recipe: four or three GEMMs of three, by peak and by fitted rates."""
     from halfbyte.devices import device_by_name
     from halfbyte.plan.rate_calibration import FITTED_RATES
@@ -288,7 +282,7 @@ def test_the_gemm_times_of_the_recipe_halfbyte_are_those_of_the_devices():
         assert (four, three, fp8) == pytest.approx(wanted, abs=0.006)
 
 
-def test_the_page_is_short_and_its_picture_exists():
+def test_page_is_short_and_its_picture_exists():
     assert len(PAGE.splitlines()) <= 130
     assert (ROOT / re.search(r"^!\[[^\]]+\]\((\S+)\)", PAGE, re.M)[1]).exists()
 
@@ -297,12 +291,12 @@ def fence(language, number=0):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.S | re.M)[number]
 
 
-def test_the_python_block_has_eight_lines():
+def test_python_block_has_eight_lines():
     assert len([line for line in fence("python").splitlines() if line.strip()]) == 8
 
 
 @pytest.mark.slow
-def test_the_python_block_prints_what_stands_below_it(quick_code):
+def test_python_block_prints_the_output_below_it(quick_code):
     """The report goes to stderr and the losses to stdout; losses within 3%, as sums differ between processors."""
     out, err = io.StringIO(), io.StringIO()
     promotion = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")  # a reader's defaults
@@ -323,7 +317,7 @@ def form(line):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number, words", [(1, f"train demo {SMALL} --run-dir run"), (2, "doctor")])
-def test_what_a_command_shows_has_the_form_that_the_page_shows(
+def test_output_of_a_command_has_the_form_of_the_page(
     number, words, tmp_path, monkeypatch, capfd, one_device, quick_compiles
 ):
     """Line by line, numbers aside: `make train` is the demo, here two steps of one layer of it."""

@@ -75,7 +75,7 @@ def test_scan():
     close(names["value"], names["loss"](names["params"], names["x"]))
 
 
-def test_every_recipe_is_in_the_table_with_its_neighbour():
+def test_recipes_are_in_the_table_with_their_base():
     rows = re.findall(r"^\| `(\w+)` \| (\w*) ?\| ", PAGE, re.M)
     assert sorted(rows) == sorted((name, base.name if (base := base_recipe(name)) else "") for name in recipe_names())
     assert all(f"`{alias}`" in PAGE for alias in maxtext_aliases())

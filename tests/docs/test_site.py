@@ -55,13 +55,13 @@ def test_signatures_and_fields_are_on_the_page_of_the_api(site):
         assert f'id="{name}"' in text
 
 
-def test_the_notebook_is_a_page_with_its_output(site):
+def test_notebook_is_a_page_with_its_output(site):
     text = (site / "nvfp4-in-ten-minutes.html").read_text(encoding="utf-8")
     assert "bytes instead of 64" in text and 'href="parity.html"' in text
 
 
 @pytest.mark.slow
-def test_the_notebook_prints_what_it_stores(quick_code):
+def test_notebook_prints_what_it_stores(quick_code):
     """Numbers within 3%: sums of another processor differ in their last bits, and rounding makes steps of them."""
     for shown, wanted in zip(notebook.printed(TEN_MINUTES), notebook.stored(TEN_MINUTES), strict=True):
         number = r"-?\d+\.?\d*"
@@ -75,7 +75,7 @@ def public_objects():
     return {name: getattr(value, name) if inspect.ismodule(value) else value for name, value in found.items()}
 
 
-def test_the_api_page_has_every_public_name_with_the_first_sentence_of_its_docstring():
+def test_api_page_has_every_public_name_and_its_sentence():
     rows = dict(re.findall(r"^\| `hb\.(\w+)` \| (.*) \|$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M))
     objects = public_objects()
     assert sorted(rows) == sorted(objects)
@@ -84,13 +84,13 @@ def test_the_api_page_has_every_public_name_with_the_first_sentence_of_its_docst
             assert rows[name] == " ".join(inspect.getdoc(value).split("\n\n")[0].split()), name
 
 
-def test_the_objects_of_the_api_page_are_where_it_says():
+def test_objects_of_api_page_exist():
     paths = re.findall(r"^::: (\S+)\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
     assert len(paths) > 20
     assert [(room, name) for room, name in paths if not hasattr(importlib.import_module(room), name)] == []
 
 
-def test_the_messages_of_the_troubleshooting_page_are_in_the_sources():
+def test_messages_of_troubleshooting_page_are_in_the_source():
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = [text for row in re.findall(r"^\| (.*?) \| ", page, re.M) for text in re.findall(r"`([^`]+)`", row)]
     ours = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
@@ -109,7 +109,7 @@ def test_the_messages_of_the_troubleshooting_page_are_in_the_sources():
     assert missing == []
 
 
-def test_the_menu_names_every_page():
+def test_menu_names_every_page():
     class Loader(yaml.SafeLoader):
         pass
 

@@ -1,5 +1,8 @@
 """A model small enough to compile in a second or two, over bytes, in float32: scores compare to the last digits."""
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,22 +11,15 @@ from halfbyte import models
 from halfbyte.data.tokenizer import byte_tokenizer
 from halfbyte.evaluation import LanguageModel
 
-CONFIG = models.LlamaConfig(
-    name="tiny", vocab_size=288, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,
-    rope_theta=10_000.0,
-)  # fmt: skip
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny import MODEL
 
-
-@pytest.fixture(autouse=True, scope="session")
-def _float32_products():
-    """On a GPU float32 GEMMs are TF32 unless asked."""
-    with jax.default_matmul_precision("float32"):
-        yield
+CONFIG = MODEL.replace(vocab_size=288, max_seq=128, rope_theta=10_000.0)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick(quick_compiles):
-    """Compiling is most of what these tests cost."""
+def _small_models(quick_compiles, float32_products):
+    """Compiling is most of what these tests cost; they compare to the last digits."""
 
 
 @pytest.fixture(scope="session")

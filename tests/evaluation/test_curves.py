@@ -33,7 +33,7 @@ def test_smoothing_keeps_constants_and_passes_over_nan():
     np.testing.assert_allclose(loss_curves.smooth(line, 9)[4:-4], line[4:-4])  # no lag
 
 
-def test_the_gap_of_paired_runs():
+def test_gap_of_paired_runs():
     noise = np.random.default_rng(0).normal(0, 0.3, 200)
     base, other = curve("a", 3 + noise), curve("b", 3.01 + noise)
     found = loss_curves.final_gap(other, base)
@@ -44,7 +44,7 @@ def test_the_gap_of_paired_runs():
     assert not found.interpolated
 
 
-def test_a_longer_run_is_compared_where_both_are():
+def test_longer_run_is_compared_where_both_are():
     base, longer = curve("a", np.full(50, 3.0)), curve("b", np.linspace(4, 2, 100))
     found = loss_curves.final_gap(longer, base)
     assert found.last_tokens == 5_000.0
@@ -68,21 +68,18 @@ def test_no_common_point():
     assert math.isnan(loss_curves.final_loss(diverged)[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", [0.0, 0.6])
-def test_the_error_allows_for_memory(memory):
+def test_standard_error_allows_for_autocorrelation():
     """Means of 300 simulated series with neighbours correlated by `memory` spread as the estimate says, within a
     quarter: Bartlett weights over a few lags see about 85% of the deviation at 0.6."""
-    random = np.random.default_rng(1)
-    means, errors = [], []
-    for _ in range(300):
-        values = np.zeros(100)
+    for memory in (0.0, 0.6):
+        values = np.random.default_rng(1).normal(size=(300, 100))
         for at in range(1, 100):
-            values[at] = memory * values[at - 1] + random.normal()
-        means.append(values.mean())
-        errors.append(loss_curves.correlated_error(values))
-    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.25)
+            values[:, at] += memory * values[:, at - 1]
+        errors = [loss_curves.correlated_error(each) for each in values]
+        assert np.mean(errors) == pytest.approx(np.std(values.mean(1)), rel=0.25), memory
     assert loss_curves.correlated_error(np.array([1.0, 2.0])) is None
+    # variance 2/3 and no product with the neighbour, over 3 - 1 points
+    assert loss_curves.correlated_error(np.array([1.0, 2.0, 3.0])) == pytest.approx(math.sqrt(1 / 3))
 
 
 def test_speed_is_a_median_without_the_start():
@@ -106,7 +103,7 @@ def test_reading_a_run(tmp_path):
         loss_curves.read_curve(tmp_path, "x")
 
 
-def test_the_terminal_plot_shows_a_falling_line():
+def test_terminal_plot_shows_a_falling_line():
     x = np.linspace(0, 1e6, 50)
     text = loss_curves.braille_plot(
         [loss_curves.PlotLine("run", x, 5 - x / 1e6)], title="loss", width=20, height=5
@@ -119,7 +116,7 @@ def test_the_terminal_plot_shows_a_falling_line():
     assert first == sorted(first) and first[0] == 0 and first[-1] > 10
 
 
-def test_a_plot_of_nothing_and_of_one_point():
+def test_plot_of_nothing_and_of_one_point():
     nothing = loss_curves.PlotLine("x", np.zeros(0), np.zeros(0))
     assert "nothing to draw" in loss_curves.braille_plot([nothing], title="loss").plain
     one = loss_curves.PlotLine("y", np.array([5.0]), np.array([2.0]))

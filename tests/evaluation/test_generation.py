@@ -8,8 +8,7 @@ import pytest
 
 from halfbyte import models
 from halfbyte.data.tokenizer import byte_tokenizer
-from halfbyte.distributed import make_mesh
-from halfbyte.evaluation import GENERATION_RULES, LanguageModel, Sampling, TextGenerator
+from halfbyte.evaluation import LanguageModel, Sampling, TextGenerator
 from halfbyte.evaluation.generation import decode_continuation
 
 PROMPT = "halfbyte"
@@ -48,19 +47,7 @@ def test_greedy_with_a_cache_is_greedy_without(model, greedy, expected):
     assert list(greedy.tokens(model.tokenizer.encode(PROMPT, bos=True), max_tokens=20)) == expected
 
 
-@pytest.mark.slow
-def test_a_mesh_writes_the_same(model, expected):
-    """One text over four devices: weights split along both dims, as for a model that one device cannot hold."""
-    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
-    models.check_mesh(model.config, mesh)
-    placed = jax.device_put(model.params, models.param_shardings(model.config, mesh))
-    context = dataclasses.replace(model.context, mesh=mesh, rules=GENERATION_RULES)
-    spread = dataclasses.replace(model, params=placed, context=context)
-    prompt = model.tokenizer.encode(PROMPT, bos=True)
-    assert list(TextGenerator(spread).tokens(prompt, max_tokens=20)) == expected
-
-
-def test_it_stops_at_the_end_of_text(model, greedy, expected, monkeypatch):
+def test_generation_stops_at_end_of_text(model, greedy, expected, monkeypatch):
     tokenizer = byte_tokenizer()
     tokenizer.eos_id = expected[6]
     monkeypatch.setattr(greedy, "model", dataclasses.replace(model, tokenizer=tokenizer))
@@ -96,7 +83,7 @@ def test_impossible_lengths_are_refused(greedy):
         list(greedy.tokens([], max_tokens=4))
 
 
-def test_a_tokenizer_of_another_model_is_refused(model):
+def test_tokenizer_of_another_model_is_refused(model):
     small = dataclasses.replace(model.config, vocab_size=256)
     with pytest.raises(ValueError, match="the tokenizer has 257 ids, but model tiny knows only 256"):
         LanguageModel(small, model.params, model.tokenizer, model.context, 64)

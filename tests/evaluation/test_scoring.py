@@ -61,7 +61,7 @@ def test_scores_are_those_of_each_request_alone(logits_alone, scores):
         assert found.tokens == made.num_scored
 
 
-def test_greedy_is_seen_and_missed(logits_alone, scorer):
+def test_greedy_is_that_of_the_argmax(model, logits_alone, scorer, monkeypatch):
     """A continuation that follows the likeliest tokens, and the same with its first token changed."""
     ids = list(REQUESTS[1].tokens)
     for _ in range(3):
@@ -69,6 +69,11 @@ def test_greedy_is_seen_and_missed(logits_alone, scorer):
     follows, misses = ScoreRequest(tuple(ids), 3), ScoreRequest((*ids[:-3], (ids[-3] + 1) % 257, *ids[-2:]), 3)
     assert judged(logits_alone(follows.tokens), follows)[1] and not judged(logits_alone(misses.tokens), misses)[1]
     assert [score.greedy for score in scorer.score([follows, misses])] == [True, False]
+    best, other = ids[-3], (ids[-3] + 1) % 257  # a logit that is a hundred-thousandth lower
+    head = model.params["head"].at[:, other].set(model.params["head"][:, best] * (1 - 1e-5))
+    monkeypatch.setattr(scorer, "model", dataclasses.replace(model, params={**model.params, "head": head}))
+    near, likeliest = (ScoreRequest((*ids[:-3], token), 1) for token in (other, best))
+    assert [score.greedy for score in scorer.score([near, likeliest])] == [False, True]
 
 
 def test_few_programs_for_all_lengths(scorer, scores):
@@ -79,7 +84,7 @@ def test_few_programs_for_all_lengths(scorer, scores):
     assert scoring.padded_lengths(20) == [20]
 
 
-def test_what_does_not_fit_loses_its_beginning(scorer):
+def test_too_long_request_loses_its_beginning(scorer):
     long = request(90, 5)
     cut = ScoreRequest(long.tokens[-65:], 5)
     assert long.truncate_to(64) == cut
@@ -102,7 +107,7 @@ def test_logits_in_slices_are_the_same(model, scores, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_mesh_gives_the_same(model, scores):
+def test_mesh_gives_the_same(model, scores):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     placed = jax.device_put(model.params, models.param_shardings(model.config, mesh))
     context = dataclasses.replace(model.context, mesh=mesh, rules=SCORING_RULES)

@@ -34,28 +34,22 @@ def read(path):
     return task, list(iter_examples(task))
 
 
-@pytest.mark.parametrize(
-    "record, kind, texts",
-    [
-        (CHOICE, "choice", [("To open a jar", " turn the lid"), ("To open a jar", " sing")]),
-        (ARC, "choice", [("Question: Which is a gas?\nAnswer:", f" {c}") for c in ARC["choices"]]),
-        (BOOLQ, "choice", [(BOOLQ["query"] + "\nAnswer:", " no"), (BOOLQ["query"] + "\nAnswer:", " yes")]),
-        (SCHEMA, "schema", [(o, " was told.") for o in SCHEMA["context_options"]]),
-        (WORD, "word", [("he went to pick up", " Irina")]),
-        (PAIR, "pair", [("", "Who left?"), ("", "Left who?")]),
-        (TEXT, "text", [("", "a document")]),
-    ],
-)
-def test_kinds_and_texts(tmp_path, record, kind, texts):
-    task, items = read(write(tmp_path / "some_task.jsonl.xz", [record, "", record]))
-    assert (task.name, task.kind, items) == ("some_task", kind, [record, record])
-    if kind == "text":
-        assert [("", record["text"])] == texts
-    else:
-        assert texts_of(kind, record) == texts
+RECORDS = [
+    (CHOICE, "choice", [("To open a jar", " turn the lid"), ("To open a jar", " sing")]),
+    (ARC, "choice", [("Question: Which is a gas?\nAnswer:", f" {c}") for c in ARC["choices"]]),
+    (BOOLQ, "choice", [(BOOLQ["query"] + "\nAnswer:", " no"), (BOOLQ["query"] + "\nAnswer:", " yes")]),
+    (SCHEMA, "schema", [(o, " was told.") for o in SCHEMA["context_options"]]),
+    (WORD, "word", [("he went to pick up", " Irina")]),
+    (PAIR, "pair", [("", "Who left?"), ("", "Left who?")]),
+    (TEXT, "text", [("", "a document")]),
+]
 
 
-def test_groups_are_kept():
+def test_records_give_their_kind_texts_and_group(tmp_path):
+    for record, kind, texts in RECORDS:
+        task, items = read(write(tmp_path / "some_task.jsonl.xz", [record, "", record]))
+        assert (task.name, task.kind, items) == ("some_task", kind, [record, record])
+        assert kind == "text" or texts_of(kind, record) == texts
     assert [group_of(record) for record in (ARC, PAIR, TEXT)] == ["", "island_effects", "books"]
 
 
@@ -73,25 +67,25 @@ def test_plain_text_is_one_document(tmp_path):
     assert task.name == "book" and items == [{"text": " = Title = \n\nnaïve\n"}]
 
 
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        ("{", "line 3: not JSON"),
-        ("[1]", "line 3: list instead of a JSON object"),
-        ({"query": "x", "choices": ["a", "b"]}, "line 3: 'gold' is missing; .*an option, 0 to 1"),
-        ({**CHOICE, "gold": 2}, "line 3: 'gold' is 2; .* 0 to 1"),
-        ({**CHOICE, "gold": True}, "line 3: 'gold' is True"),
-        ({**CHOICE, "choices": ["one"]}, "line 3: 'choices' is .* two or more"),
-        ({**CHOICE, "choices": ["a", 7]}, r"line 3: 'choices' is \['a', 7\]; .* two or more"),
-        ({**CHOICE, "query": " "}, "line 3: 'query' is ' '; it must be a string of valid Unicode that is not empty"),
-        ({"sentence_good": "x", "sentence_bad": "y"}, "line 3: 'query' is missing"),
-        ('{"query": "\\ud800", "choices": ["a", "b"], "gold": 0}', "line 3: 'query' is .*valid Unicode"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path, bad, message):
-    path = write(tmp_path / "task.jsonl", [CHOICE, "", bad, CHOICE])
-    with pytest.raises(ValueError, match=f"task.jsonl, {message}"):
-        read(path)
+BAD = [
+    ("{", "line 3: not JSON"),
+    ("[1]", "line 3: list instead of a JSON object"),
+    ({"query": "x", "choices": ["a", "b"]}, "line 3: 'gold' is missing; .*an option, 0 to 1"),
+    ({**CHOICE, "gold": 2}, "line 3: 'gold' is 2; .* 0 to 1"),
+    ({**CHOICE, "gold": True}, "line 3: 'gold' is True"),
+    ({**CHOICE, "choices": ["one"]}, "line 3: 'choices' is .* two or more"),
+    ({**CHOICE, "choices": ["a", 7]}, r"line 3: 'choices' is \['a', 7\]; .* two or more"),
+    ({**CHOICE, "query": " "}, "line 3: 'query' is ' '; it must be a string of valid Unicode that is not empty"),
+    ({"sentence_good": "x", "sentence_bad": "y"}, "line 3: 'query' is missing"),
+    ('{"query": "\\ud800", "choices": ["a", "b"], "gold": 0}', "line 3: 'query' is .*valid Unicode"),
+]
+
+
+def test_malformed_line_is_refused_by_number(tmp_path):
+    for bad, message in BAD:
+        path = write(tmp_path / "task.jsonl", [CHOICE, "", bad, CHOICE])
+        with pytest.raises(ValueError, match=f"task.jsonl, {message}"):
+            read(path)
 
 
 def test_files_that_are_no_task(tmp_path):
@@ -112,7 +106,7 @@ def test_files_that_are_no_task(tmp_path):
         read(tmp_path / "e.jsonl.xz")
 
 
-def test_a_limit_is_spread_over_the_file(tmp_path):
+def test_limit_is_spread_over_the_file(tmp_path):
     _, items = read(write(tmp_path / "a.jsonl", [{"text": str(number)} for number in range(10)]))
     assert [item["text"] for item in subsample(items, 4)] == ["0", "2", "5", "7"]
     assert subsample(items, 0) == subsample(items, 99) == items

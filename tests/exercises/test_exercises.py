@@ -40,7 +40,7 @@ def applied(tree: pathlib.Path, *patches: pathlib.Path) -> pathlib.Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", TOGETHER, ids="+".join)
-def test_a_patch_trains_the_demo_and_stands_in_its_manifest(names, tmp_path, quick_environment):
+def test_patch_trains_the_demo_and_stands_in_its_manifest(names, tmp_path, quick_environment):
     flags = [flag for name in names for flag in EXERCISES[name][0]]
     source = applied(tmp_path, *(HERE / f"{name}.patch" for name in names))
     path = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -60,7 +60,7 @@ def test_a_patch_trains_the_demo_and_stands_in_its_manifest(names, tmp_path, qui
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_a_patch_touches_at_most_two_files_and_branches_on_no_name(name):
+def test_patch_touches_at_most_two_files(name):
     lines = (HERE / f"{name}.patch").read_text().splitlines()
     assert 1 <= sum(line.startswith("+++ ") for line in lines) <= 2
     added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]

@@ -16,7 +16,7 @@ PATCH = HERE / "gemma2.patch"
 CLOSE = 5e-5  # float32 sums of up to 128 terms in another order, of logits up to 5
 
 
-def test_the_family_is_two_files():
+def test_family_is_two_files():
     touched = [line for line in PATCH.read_text().splitlines() if line.startswith("+++ ")]
     assert touched == ["+++ b/src/halfbyte/models/config.py", "+++ b/src/halfbyte/models/llama.py"]
 

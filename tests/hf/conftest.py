@@ -1,17 +1,16 @@
 """Models small enough to compile in seconds, with what large ones have, as folders that `transformers` itself wrote."""
 
-import jax
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from halfbyte import models
 from halfbyte.hf import hf_config
-from halfbyte.ops.rope import RopeScaling
 
-LLAMA = models.LlamaConfig(
-    name="tiny", vocab_size=96, embed=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,
-    rope_theta=10_000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16),
-)  # fmt: skip
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny import LLAMA
+
 QWEN3 = LLAMA.replace(rope_scaling=None, rope_theta=1e6, norm_eps=1e-6, head_dim=32, qk_norm=True, tied=True)
 MODELS = {
     "llama": LLAMA,
@@ -22,15 +21,8 @@ MODELS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _float32_products():
-    """On a GPU float32 GEMMs are TF32 unless asked; comparisons to the last digits need real ones."""
-    with jax.default_matmul_precision("float32"):
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick(quick_compiles):
-    """Compiling is most of what these tests cost."""
+def _small_models(quick_compiles, float32_products):
+    """Compiling is most of what these tests cost; they compare to the last digits."""
 
 
 @pytest.fixture(scope="session")

@@ -92,7 +92,7 @@ def spoil(folder, out, *, config=(), tensor=None):
 
 
 @pytest.mark.slow
-def test_a_bad_folder_is_refused_by_what_is_wrong(transformers, tmp_path):
+def test_bad_folder_of_experts_is_refused_by_reason(transformers, tmp_path):
     cfg = QWEN
     params = initial(cfg)
     good = tmp_path / "good"
@@ -130,7 +130,7 @@ def test_exported_experts_are_the_codes_that_fprop_multiplies(tmp_path, to):
 
 
 @pytest.mark.parametrize("field", [{"router": "sigmoid"}, {"shared_experts": 1}])
-def test_a_layer_that_no_family_has_is_not_exported(tmp_path, field):
+def test_layer_without_an_hf_family_is_not_exported(tmp_path, field):
     cfg = QWEN.replace(**field)
     with pytest.raises(ValueError, match=f"export.*no word for {next(iter(field))}"):
         export_model(ExportModel(cfg, models.abstract_params(cfg)), tmp_path / "out", to="hf", dtype="float32")
@@ -143,7 +143,7 @@ def _ignored(fields):
 
 
 @pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta", "head_dim", "tie_word_embeddings", "hidden_act"])
-def test_a_field_that_is_left_out_means_what_it_means_to_transformers(transformers, cfg, field):
+def test_missing_field_has_the_default_of_transformers(transformers, cfg, field):
     """Each family has defaults of its own. Here head_dim is one that a default can say."""
     fields = hf_config.config_to_hf(cfg.replace(head_dim=cfg.embed // cfg.heads))
     fields.pop(field, None)

@@ -123,7 +123,7 @@ def test_transformers_computes_the_weight_only_forward(compressed_tensors, trans
 
 
 @pytest.mark.slow(fast_cases=["square blocks"])
-def test_every_quantized_linear_has_all_its_scales_and_no_other_has_any(folders, cfg, params, tmp_path):
+def test_quantized_linears_and_no_others_have_scales(folders, cfg, params, tmp_path):
     export_model(
         ExportModel(cfg, params), tmp_path / "mlp", to="compressed-tensors", resolved=resolve(cfg, "nvfp4", "mlp")
     )

@@ -9,10 +9,10 @@ from safetensors import safe_open
 from halfbyte import models
 from halfbyte.distributed import make_mesh
 from halfbyte.hf import hf_config
-from halfbyte.hf.exporter import write_hf_folder
-from halfbyte.hf.hf_folder import HfFolder
+from halfbyte.hf.exporter import assign_shards, write_hf_folder
+from halfbyte.hf.hf_folder import HfFolder, TensorToWrite
 from halfbyte.hf.load_weights import load_params
-from halfbyte.hf.tensor_layouts import unquantized_groups
+from halfbyte.hf.tensor_layouts import TensorGroup, unquantized_groups
 
 from .conftest import their_logits
 
@@ -64,7 +64,7 @@ def test_logits_of_an_export_agree(imported, transformers, written, cfg, tokens,
 
 
 @pytest.mark.slow(fast_cases=["llama-tied"])
-def test_an_activation_is_written_and_read_by_its_name(imported, transformers, cfg, tokens, tmp_path):
+def test_activation_is_exported_and_imported_by_name(imported, transformers, cfg, tokens, tmp_path):
     gelu = cfg.replace(activation="gelu")
     fields = hf_config.config_to_hf(gelu)
     assert hf_config.config_from_hf(fields, cfg.name) == gelu
@@ -78,7 +78,7 @@ def test_an_activation_is_written_and_read_by_its_name(imported, transformers, c
 
 
 @pytest.mark.slow
-def test_a_mesh_reads_the_same(imported, written, cfg):
+def test_mesh_reads_the_same(imported, written, cfg):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     with HfFolder(written) as folder:
         spread = load_params(folder, cfg, mesh=mesh)
@@ -86,3 +86,8 @@ def test_a_mesh_reads_the_same(imported, written, cfg):
     for path, value in models.flatten_specs(spread).items():
         assert value.sharding.is_equivalent_to(models.flatten_specs(wanted)[path], value.ndim)
         np.testing.assert_array_equal(value, models.flatten_specs(imported)[path])
+
+
+def test_shards_are_filled_to_their_size():
+    parts = [TensorGroup((TensorToWrite(str(n), BF16, (8,)),), lambda: ()) for n in range(5)]
+    assert [len(shard) for shard in assign_shards(parts, 2 * parts[0].nbytes)] == [2, 2, 1]

@@ -47,7 +47,7 @@ def test_exported_codes_are_those_of_the_forward_pass(params, tmp_path):
     assert len(scales) == 1
 
 
-def test_a_layer_that_quantizes_as_it_goes_computes_the_same(params):
+def test_prequantized_layer_equals_quantizing_in_the_layer(params):
     """Inside the layer (training) and once for all layers (generation): the same codes, so the same loss."""
     cfg = LLAMA.replace(layers=1)
     one = {**params, "layers": jax.tree.map(lambda stack: stack[:1], params["layers"])}
@@ -68,8 +68,14 @@ def test_a_layer_that_quantizes_as_it_goes_computes_the_same(params):
     assert all(bool(jnp.isfinite(g).all()) and float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
 
 
-def test_what_cannot_share_is_refused():
-    import dataclasses
-
+def test_unshareable_scales_are_refused():
     with pytest.raises(ValueError, match="shared_scales"):
         dataclasses.replace(recipe("nvfp4_rht_everywhere"), shared_scales=True)
+
+
+def test_fused_mismatch_is_any_difference_of_amaxes(params):
+    ones = jax.tree.map(jnp.ones_like, params)
+    assert fused_mismatches(LLAMA, ones, resolve(OWN)) == []
+    ones["layers"]["attention"]["q"] = ones["layers"]["attention"]["q"].at[1].multiply(1.5)
+    (found,) = fused_mismatches(LLAMA, ones, resolve(OWN))
+    assert "q_proj" in found.group and (found.layer, found.ratio) == (1, 1.5)

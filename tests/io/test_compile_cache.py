@@ -27,7 +27,7 @@ def run(directory):
 
 
 @pytest.mark.slow
-def test_programs_are_kept_and_what_is_no_program_is_compiled_again(tmp_path):
+def test_programs_are_cached_and_damaged_ones_recompiled(tmp_path):
     """Earlier versions wrote a tag of 32 bytes before each program."""
     directory = tmp_path / "cache"
     fresh, _ = run(directory)
@@ -42,9 +42,10 @@ def test_programs_are_kept_and_what_is_no_program_is_compiled_again(tmp_path):
     assert again == fresh and "Error reading persistent compilation cache entry" in said
 
 
-def test_a_directory_that_others_can_write_is_refused(tmp_path):
-    tmp_path.chmod(0o777)
-    with pytest.raises(ValueError, match=r"other users can write there.*chmod go-w"):
-        disk_cache.check_private(tmp_path)
+def test_directory_that_others_can_write_is_refused(tmp_path):
+    for mode in (0o777, 0o775, 0o757):
+        tmp_path.chmod(mode)
+        with pytest.raises(ValueError, match=r"other users can write there.*chmod go-w"):
+            disk_cache.check_private(tmp_path)
     tmp_path.chmod(0o755)
     disk_cache.check_private(Path(tmp_path))

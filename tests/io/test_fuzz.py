@@ -1,12 +1,9 @@
 """Every reader under fire: configs, data manifests, checkpoint records, tokenizers, recipes and policies, compressed
-text. A reader gives a value or a ValueError (a checkpoint its own two errors): no traceback of another kind, and the
-whole file stays below a stated amount of memory."""
+text. A reader gives a value or a ValueError (a checkpoint its own two errors): no traceback of another kind."""
 
 import contextlib
 import copy
-import faulthandler
 import json
-import resource
 import zlib
 
 import pytest
@@ -14,12 +11,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from halfbyte.checkpoint.checkpoint_record import CheckpointRecord, CheckpointStructureError, CorruptCheckpointError
-from halfbyte.cli.flag_parsing import config_from_file
 from halfbyte.data import open_dataset, prepare
 from halfbyte.data.compression import decompress_blocks
 from halfbyte.data.dataset import parse_mixture
 from halfbyte.data.dataset_manifest import manifest_digest, read_manifest
-from halfbyte.data.text_files import find_files
 from halfbyte.data.tokenizer import Tokenizer, bpe_size, byte_tokenizer
 from halfbyte.distributed import parse_mesh
 from halfbyte.io import dataclass_json
@@ -27,7 +22,6 @@ from halfbyte.recipes import policy, recipe
 from halfbyte.train import TrainConfig, read_rows
 from halfbyte.train.run_presets import run_config, run_names
 
-MOST_MEMORY_MIB = 512
 fire = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 more_fire = settings(fire, max_examples=250)
 
@@ -42,16 +36,6 @@ leaves = (
 )
 nested = st.recursive(leaves, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=8), x), max_leaves=8)
 values = leaves | nested
-
-
-@pytest.fixture(autouse=True, scope="module")
-def bounds():
-    """A hang is ended with a stack; no memory beyond the stated limit."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    faulthandler.dump_traceback_later(3600, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < MOST_MEMORY_MIB
 
 
 def places(tree, path=()):
@@ -88,16 +72,6 @@ def test_configs(data):
     with contextlib.suppress(ValueError):
         made = dataclass_json.from_dict(TrainConfig, mutated(base, data.draw))
         assert dataclass_json.from_dict(TrainConfig, dataclass_json.to_dict(made)) == made
-
-
-@pytest.mark.slow
-@fire
-@given(content=st.binary(max_size=300) | st.text(alphabet='{}[]":,model0.eN ', max_size=300).map(str.encode))
-def test_config_files(content, tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "config.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="."):
-        config_from_file("", path)
 
 
 @pytest.fixture(scope="module")
@@ -141,20 +115,6 @@ def test_checkpoint_records(data):
         CheckpointRecord.from_json({"record": text, "crc32": zlib.crc32(text.encode("utf-8", "surrogatepass"))})
 
 
-@fire
-@given(values, values)
-def test_checkpoint_records_of_any_shape(record, crc):
-    with pytest.raises((CorruptCheckpointError, CheckpointStructureError)):
-        CheckpointRecord.from_json({"record": record, "crc32": crc})
-
-
-@pytest.mark.slow
-def test_a_deep_checkpoint_record():
-    text = "[" * 200_000
-    with pytest.raises(CorruptCheckpointError, match="levels deep"):
-        CheckpointRecord.from_json({"record": text, "crc32": zlib.crc32(text.encode())})
-
-
 TOKENIZER = json.loads(byte_tokenizer().text)
 TOKENIZER["model"]["vocab"] = dict(list(TOKENIZER["model"]["vocab"].items())[60:75])
 PARTS = [
@@ -182,14 +142,6 @@ def test_tokenizers(data, capfd):
         with contextlib.suppress(Exception):  # a text without tokens; what matters is that nothing panics or hangs
             made.decode(made.encode("some text"))
     assert "panicked" not in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@fire
-@given(st.text(max_size=60) | st.binary(max_size=60).map(lambda data: data.decode("latin-1")))
-def test_tokenizer_text(text):
-    with pytest.raises(ValueError, match="."):
-        Tokenizer(text)
 
 
 words = st.text(alphabet="nvfp4mx8b16_o rht/*;=[]:-.,@layersmlp{}0é²", max_size=30)
@@ -221,11 +173,3 @@ def test_metrics_files(content, tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + content + b'\n{"step": 2}\n')
     assert {"step": 1} in read_rows(path) and {"step": 2} in read_rows(path)
-
-
-@pytest.mark.slow
-@fire
-@given(st.text(max_size=40))
-def test_names_of_input_files(name):
-    with contextlib.suppress(ValueError, OSError):
-        find_files([name])

@@ -9,21 +9,13 @@ import pytest
 from halfbyte.io.lazy_import import lazy_module
 
 
-@pytest.mark.parametrize(
-    "name, attribute",
-    [
-        ("json", "loads"),
-        ("os.path", "join"),
-        ("optax", "chain"),
-        ("orbax.checkpoint.v1", "training"),
-        ("jax.experimental.pallas.triton", "CompilerParams"),
-        ("jax.experimental.pallas.mosaic_gpu", "kernel"),
-    ],
-)
-def test_what_stands_for_a_module_has_what_the_module_has(name, attribute):
-    package, _, last = name.rpartition(".")
-    module = getattr(import_module(package), last) if last == "v1" else import_module(name)
-    assert getattr(lazy_module(name), attribute) is getattr(module, attribute)
+def test_lazy_module_has_the_attributes_of_the_module():
+    modules = {"json": "loads", "os.path": "join", "optax": "chain", "orbax.checkpoint.v1": "training",
+               "jax.experimental.pallas.triton": "CompilerParams"}  # fmt: skip
+    for name, attribute in modules.items():
+        package, _, last = name.rpartition(".")
+        module = getattr(import_module(package), last) if last == "v1" else import_module(name)
+        assert getattr(lazy_module(name), attribute) is getattr(module, attribute), name
 
 
 @pytest.mark.slow

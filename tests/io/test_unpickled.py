@@ -4,8 +4,6 @@ tree that breaks its rule."""
 import ast
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "halfbyte"
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "pandas.read_pickle", "np.fromfile"}
@@ -40,7 +38,7 @@ def test_nothing_that_reads_a_file_runs_it():
 BAD = ["import pickle", "from cloudpickle import loads", "eval('1')", "np.load(x, allow_pickle=True)", "torch.load(f)"]
 
 
-@pytest.mark.parametrize("text", BAD)
-def test_the_checker_sees(tmp_path, text):
-    (tmp_path / "a.py").write_text(text)
-    assert len(breaches(tmp_path)) == 1
+def test_checker_finds_each_way_to_run_a_file(tmp_path):
+    for text in BAD:
+        (tmp_path / "a.py").write_text(text)
+        assert len(breaches(tmp_path)) == 1, text

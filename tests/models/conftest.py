@@ -1,6 +1,8 @@
 """A model small enough to compile in seconds, with what a large one has: grouped heads, rotary scaling, own head."""
 
 import dataclasses
+import sys
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -11,24 +13,14 @@ import pytest
 from halfbyte import devices, kernels, models
 from halfbyte.ops import gemm_problem
 from halfbyte.ops.backends import BACKENDS
-from halfbyte.ops.rope import RopeScaling
 
-TINY = models.LlamaConfig(
-    name="tiny", vocab_size=96, embed=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,
-    rope_theta=10_000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16),
-)  # fmt: skip
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny import LLAMA as TINY
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _float32_products():
-    """On a GPU float32 GEMMs are TF32 unless asked; comparisons to the last digits need real ones."""
-    with jax.default_matmul_precision("float32"):
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick(quick_compiles):
-    """Compiling is most of what these tests cost."""
+def _small_models(quick_compiles, float32_products):
+    """Compiling is most of what these tests cost; they compare to the last digits."""
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ def test_every_weight_is_split_over_all_devices(mesh):
     assert sum(local.values()) * 4 / 2**30 == pytest.approx(11.8, abs=0.1)  # GiB of float32 weights a device
 
 
-def test_the_gradient_traces_without_allocating(mesh):
+def test_gradient_traces_without_allocating(mesh):
     resolved = policy("mlp", recipe("nvfp4")).resolve(models.linear_sites(CFG), CFG.layers)
     batch = {name: jax.ShapeDtypeStruct((32, 8192), jnp.int32) for name in ("tokens", "targets")}
 

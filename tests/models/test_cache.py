@@ -44,6 +44,6 @@ def test_shapes_and_dtypes(tiny, tiny_params):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
 
 
-def test_a_cache_smaller_than_the_prompt_is_refused(tiny, tiny_params):
+def test_cache_smaller_than_the_prompt_is_refused(tiny, tiny_params):
     with pytest.raises(ValueError, match="size 4 cannot hold a prompt of 6"):
         models.prefill(tiny, tiny_params, jnp.zeros((1, 6), jnp.int32), size=4)

@@ -39,7 +39,7 @@ def by_hand(path, layer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", WAYS)
-def test_each_linear_of_each_layer_has_the_key_that_is_folded_by_hand(path):
+def test_keys_of_layers_are_those_folded_by_hand(path):
     keys = keys_of_layers(STEP, {path: recipe("nvfp4")}, jnp.arange(2, 5))
     (site,) = keys
     assert path == f"layers/{site}"
@@ -47,7 +47,7 @@ def test_each_linear_of_each_layer_has_the_key_that_is_folded_by_hand(path):
 
 
 @pytest.mark.slow
-def test_what_a_linear_draws_is_what_its_own_key_gives():
+def test_stream_words_are_those_of_the_key_of_the_linear():
     drawn = stream_words_of_layers(STEP, {path: recipe("nvfp4") for path in WAYS}, jnp.arange(2, 5))
     here = stream_words_of_layer(drawn, jnp.int32(1))
     for path in WAYS:
@@ -61,7 +61,7 @@ def test_what_a_linear_draws_is_what_its_own_key_gives():
         ]
 
 
-def test_linears_that_draw_nothing_and_steps_without_a_key_fold_none():
+def test_no_key_is_folded_without_random_bits():
     nearest = {"layers/attention/q": recipe("bf16"), "layers/mlp/up": recipe("fp8")}
     assert stream_words_of_layers(STEP, nearest, jnp.arange(2)) == {}
     assert stream_words_of_layers(None, {"layers/mlp/up": recipe("nvfp4")}, jnp.arange(2)) == {}

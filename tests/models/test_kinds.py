@@ -27,9 +27,9 @@ STARTS = {
 
 @pytest.fixture
 def with_leaves(monkeypatch):
-    def add(**leaves):
-        plain = params.param_specs
+    plain = params.param_specs
 
+    def add(**leaves):
         def specs(cfg):
             found = plain(cfg)
             return found | {"layers": found["layers"] | {"moe": leaves}}
@@ -39,21 +39,21 @@ def with_leaves(monkeypatch):
     return add
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_a_leaf_that_declares_no_kind_is_refused_by_name(with_leaves, start):
+def test_leaf_without_a_kind_is_refused_by_name(with_leaves):
     with_leaves(router=ROUTER)
-    with pytest.raises(ValueError, match="layers/moe/router"):
-        STARTS[start]()
+    for start in STARTS.values():
+        with pytest.raises(ValueError, match="layers/moe/router"):
+            start()
 
 
-@pytest.mark.parametrize("spec", [dataclasses.replace(EXPERTS, kind=kind) for kind in ("linear", "router", "expert")])
-def test_a_kind_of_other_dims_or_of_another_name_is_refused(with_leaves, spec):
-    with_leaves(gate=spec)
-    with pytest.raises(ValueError, match="layers/moe/gate"):
-        models.linear_sites(CFG)
+def test_kind_of_other_dims_or_unknown_is_refused(with_leaves):
+    for kind in ("linear", "router", "expert"):
+        with_leaves(gate=dataclasses.replace(EXPERTS, kind=kind))
+        with pytest.raises(ValueError, match="layers/moe/gate"):
+            models.linear_sites(CFG)
 
 
-def test_a_router_is_no_linear_and_experts_are(with_leaves):
+def test_router_is_no_linear_and_experts_are(with_leaves):
     with_leaves(
         router=dataclasses.replace(ROUTER, kind="router"),
         gate=dataclasses.replace(EXPERTS, kind="experts", active_experts=2),

@@ -58,7 +58,7 @@ def test_initial_loss(qk_norm):
     assert float(loss) == pytest.approx(np.log(cfg.vocab_size) + float(variance) / 2, rel=0.02)
 
 
-def test_loss_is_the_mean_over_scored_tokens_of_the_logits(tiny, tiny_params, packed_batch):
+def test_loss_is_the_mean_nll_of_scored_tokens(tiny, tiny_params, packed_batch):
     @jax.jit
     def run(params, batch):
         logits = jax.nn.log_softmax(models.apply(tiny, params, batch, FLOAT))
@@ -90,7 +90,7 @@ def stepping(cfg, made, **how):
 
 
 @pytest.mark.slow
-def test_layers_one_after_another_are_the_loop(tiny, tiny_params, packed_batch):
+def test_unrolled_layers_equal_the_loop(tiny, tiny_params, packed_batch):
     """Of each layer its weights and its random bits: dy is rounded by chance, the rest compiles sooner in bf16."""
     made = dataclasses.replace(recipe("bf16"), name="dy", dgrad_dy=recipe("nvfp4").dgrad_dy)
     looping = stepping(tiny, made)
@@ -101,7 +101,7 @@ def test_layers_one_after_another_are_the_loop(tiny, tiny_params, packed_batch):
 
 
 @pytest.mark.parametrize("backend, name", [("fp8", "fp8"), ("fused", "nvfp4")])
-def test_a_backend_may_be_named_that_has_only_the_formats_of_some_linears(backend, name):
+def test_backend_that_serves_only_some_linears_may_be_named(backend, name):
     """Policy `mlp` leaves attention's linears in bf16, which neither backend knows."""
     cfg = models.LlamaConfig(
         name="divisible", vocab_size=256, embed=128, mlp=256, layers=2, heads=2, kv_heads=2, head_dim=64, max_seq=128
@@ -115,20 +115,14 @@ def test_a_backend_may_be_named_that_has_only_the_formats_of_some_linears(backen
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, params)
 
 
-def test_a_packed_document_is_as_if_alone(tiny, tiny_params, packed_batch):
+def test_packed_document_has_the_logits_of_one_alone(tiny, tiny_params, packed_batch):
     run = jax.jit(functools.partial(models.apply, tiny, ctx=FLOAT))
     together = run(tiny_params, packed_batch)
     tokens = np.zeros((4, 32), np.int32)
     tokens[0, :15] = np.asarray(packed_batch["tokens"])[0, 13:28]
-    alone = run(
-        tiny_params,
-        {
-            "tokens": tokens,
-            "positions": np.tile(np.arange(32, dtype=np.int32), (4, 1)),
-            "segments": np.ones((4, 32), np.int32),
-        }
-        | {"targets": tokens},
-    )
+    positions = np.tile(np.arange(32, dtype=np.int32), (4, 1))
+    batch = {"tokens": tokens, "targets": tokens, "positions": positions, "segments": np.ones((4, 32), np.int32)}
+    alone = run(tiny_params, batch)
     np.testing.assert_allclose(np.asarray(together)[0, 13:28], np.asarray(alone)[0, :15], atol=2e-5)
 
 
@@ -184,27 +178,13 @@ def quantized_once(tiny_params, packed_batch, quantized):
 
 
 @pytest.mark.slow
-def test_nvfp4_is_near_and_its_bits_come_from_the_step(tiny_params, packed_batch, exact, quantized, quantized_once):
+def test_nvfp4_is_near_float32_and_its_bits_depend_on_step(tiny_params, packed_batch, exact, quantized, quantized_once):
     loss, grads = quantized_once
     assert float(loss) == pytest.approx(float(exact[0]), rel=0.05) and float(loss) != float(exact[0])
     again, other = (quantized(tiny_params, packed_batch, step) for step in (0, 1))
     assert worst(again, (loss, grads)) == 0.0
     assert float(other[0]) == float(loss)  # the forward pass rounds to nearest
     assert distance(other[1], grads) > 0.1
-
-
-def kept_bytes(cfg, params, batch, remat):
-    """What the backward pass keeps beyond parameters and batch."""
-    ctx = models.ModelContext(remat=remat)
-    vjp = jax.eval_shape(lambda p: jax.vjp(lambda p: models.loss(cfg, p, batch, ctx)[0], p)[1], params)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
-
-
-@pytest.mark.slow
-def test_remat_orders_memory(tiny, packed_batch):
-    params = models.abstract_params(tiny)
-    none, dots, full = (kept_bytes(tiny, params, packed_batch, remat) for remat in ("none", "dots", "full"))
-    assert full < dots < none
 
 
 @pytest.mark.slow
@@ -221,18 +201,23 @@ def test_segments_do_not_change_the_model(tiny, tiny_params, packed_batch, exact
     assert worst(grads, exact[1]) < 1e-5
 
 
-def test_a_policy_for_another_model_is_refused(tiny, tiny_params, packed_batch):
-    resolved = policy("mlp", recipe("nvfp4")).resolve(models.linear_sites(tiny), 5)
+def test_unsupported_context_is_refused(tiny, tiny_params, packed_batch):
+    sites = models.linear_sites(tiny)
+    other, everything = policy("mlp", recipe("nvfp4")), Policy("everything", (Rule("*", recipe("nvfp4")),))
     with pytest.raises(ValueError, match="resolved for 5 layers, but tiny has 2"):
-        models.loss(tiny, tiny_params, packed_batch, models.ModelContext(policy=resolved))
-
-
-def test_a_quantized_head_is_refused(tiny):
-    resolved = Policy("everything", (Rule("*", recipe("nvfp4")),)).resolve(models.linear_sites(tiny), tiny.layers)
+        models.loss(tiny, tiny_params, packed_batch, models.ModelContext(policy=other.resolve(sites, 5)))
     with pytest.raises(ValueError, match="head would be quantized"):
-        models.ModelContext(policy=resolved)
-
-
-def test_unknown_remat_is_refused():
+        models.ModelContext(policy=everything.resolve(sites, tiny.layers))
     with pytest.raises(ValueError, match="remat must be one of none, dots, full, quantized"):
         models.ModelContext(remat="some")
+
+
+@pytest.mark.slow
+def test_remat_orders_memory(tiny, packed_batch):
+    """Of what the backward pass keeps beyond parameters and batch."""
+    params, kept = models.abstract_params(tiny), {}
+    for remat in ("none", "dots", "full"):
+        ctx = models.ModelContext(remat=remat)
+        run = lambda p, ctx=ctx: jax.vjp(lambda p: models.loss(tiny, p, packed_batch, ctx)[0], p)[1]  # noqa: E731
+        kept[remat] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(run, params)))
+    assert kept["full"] < kept["dots"] < kept["none"]

@@ -52,7 +52,7 @@ def step(chosen, run=compiled, **how):
 @pytest.mark.slow
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("chosen", [recipe("bf16"), LIGHT], ids=lambda chosen: chosen.name)
-def test_a_loop_has_the_bits_of_layers_without_one(chosen):
+def test_loop_has_the_bits_of_layers_without_one(chosen):
     """Quantized, the norm before the MLP is part of the passes that do it, in the loop as well."""
     looped, in_stack = step(chosen, stacked=True)
     unrolled, alone = step(chosen, unroll=CFG.layers)

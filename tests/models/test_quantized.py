@@ -75,7 +75,7 @@ def test_policies_that_differ_by_layer_are_left_to_the_model(tiny):
 
 
 @pytest.mark.slow
-def test_a_decoded_token_is_the_same(tiny, tiny_params):
+def test_decoded_token_of_prequantized_weights_is_equal(tiny, tiny_params):
     ctx = models.ModelContext(policy=resolved(tiny))
 
     @jax.jit

@@ -116,18 +116,6 @@ def asked():
 
 
 @pytest.fixture(scope="session")
-def regression():
-    """A batch of 128: x [128, 32] and a noisy nonlinear function of it [128, 16]; the best squared error is 1."""
-    a, b = (jnp.asarray(np.random.default_rng(i).normal(size=s), jnp.float32) for i, s in ((0, (32, 4)), (1, (4, 16))))
-
-    def batch(key):
-        x = jax.random.normal(key, (128, 32))
-        return x, jnp.tanh(x @ a / 4) @ b + jax.random.normal(jax.random.fold_in(key, 1), (128, 16))
-
-    return batch
-
-
-@pytest.fixture(scope="session")
 def text():
     """A batch of 8 sequences of 16 tokens of 32 kinds, each drawn from the two before it: [8, 17]."""
     table = jnp.asarray(

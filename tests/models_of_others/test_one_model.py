@@ -1,4 +1,4 @@
-"""One model in the parameter trees of seven frameworks: the same linears under the named policies, and never the
+"""One model in the parameter trees of five frameworks: the same linears under the named policies, and never the
 embedding, the head or the router. Oracle: the names that the model's author gave.
 """
 
@@ -45,18 +45,6 @@ def plain(wrap=lambda w: w, unwrap=lambda w: w):
     return loss, params
 
 
-def dotted():
-    """One dict, its keys as a state dict's."""
-    loss, params = plain()
-    flat, tree = jax.tree_util.tree_flatten_with_path(params)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
-
-    def of_flat(flat, tokens):
-        return loss(jax.tree.unflatten(tree, [flat[name] for name in names]), tokens)
-
-    return of_flat, dict(zip(names, [leaf for _, leaf in flat], strict=True))
-
-
 class NnxModel(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCAB, EMBED, rngs=rngs)
@@ -76,17 +64,6 @@ def nnx_state():
 
 def nnx_module():
     return lambda model, tokens: model(tokens), NnxModel(nnx.Rngs(0))
-
-
-def nnx_pure_dict():
-    graph, state = nnx.split(NnxModel(nnx.Rngs(0)))
-
-    def loss(pure, tokens):
-        whole = jax.tree.map(lambda leaf: leaf, state)
-        nnx.replace_by_pure_dict(whole, pure)
-        return nnx.merge(graph, whole)(tokens)
-
-    return loss, nnx.to_pure_dict(state)
 
 
 def linen(boxed=False):
@@ -121,9 +98,8 @@ def penzai():
 
 
 TREES = {
-    "plain": plain, "dotted": dotted, "haiku": haiku, "linen": linen,
-    "linen boxed": lambda: linen(boxed=True), "penzai": penzai, "nnx state": nnx_state, "nnx module": nnx_module,
-    "nnx pure dict": nnx_pure_dict,
+    "plain": plain, "haiku": haiku, "linen": linen, "linen boxed": lambda: linen(boxed=True), "penzai": penzai,
+    "nnx state": nnx_state, "nnx module": nnx_module,
 }  # fmt: skip
 
 
@@ -136,7 +112,7 @@ def replaced(loss, params, policy):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # other people's code, older than this JAX
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tree", TREES)
-def test_the_same_linears_in_every_tree(tree, policy):
+def test_linears_are_the_same_in_every_tree(tree, policy):
     report = replaced(*TREES[tree](), policy)
     wanted = sorted((str(layer), name) for layer in range(LAYERS) for name in POLICIES[policy])
     parts = [site.path.replace(".", "/").replace("_", "/").split("/") for site in report.replaced]
@@ -144,7 +120,7 @@ def test_the_same_linears_in_every_tree(tree, policy):
 
 
 @pytest.mark.slow
-def test_linears_without_names_are_told_by_what_they_do():
+def test_linears_without_names_are_found_by_use():
     """Haiku's own numbers, in the order in which they are made: the head, and of each layer q, o, router, up, down."""
     report = replaced(*haiku(names=False), "mlp")
     assert [site.path for site in report.replaced] == ["linear_4/w", "linear_5/w", "linear_9/w", "linear_10/w"]

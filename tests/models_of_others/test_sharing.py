@@ -84,7 +84,7 @@ def together(found):
 
 
 @pytest.mark.slow
-def test_dots_of_one_x_are_made_together_and_have_the_bits_of_separate_ones():
+def test_dots_of_one_x_have_the_bits_of_separate_ones():
     ours = hb.apply_recipe(model(plain, attend), LIGHT, key=KEY, show=None)
     separate = model(by_hand, attend)
     run = jax.jit(lambda *a: [jax.value_and_grad(f, (0, 1))(*a) for f in (ours, separate)], compiler_options=QUICK)
@@ -131,12 +131,12 @@ def twins():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fn, params", list(twins()), ids=["linen", "nnx"])
-def test_what_frameworks_cast_for_each_layer_is_the_same_x(fn, params):
+def test_x_cast_per_layer_is_one_x(fn, params):
     found = hb.apply_recipe(fn, "nvfp4", key=KEY).report(params, X)
     assert together(found) == {name: sorted(others) for name, others in TOGETHER.items()}
 
 
-def test_a_weight_that_waits_for_another_dot_is_left_alone():
+def test_weight_that_depends_on_a_dot_is_separate():
     """`b` is scaled by what the first dot gives: it cannot run with it; and the order of the program stays."""
 
     def fn(w, x):
@@ -179,7 +179,7 @@ def test_swiglu_is_inside_the_passes_where_kernels_hold_it(recipe):
 
 
 @pytest.mark.slow
-def test_a_product_that_somebody_else_reads_is_not_taken_away():
+def test_product_with_another_reader_is_kept():
     def fn(p, x):
         h = jax.nn.silu(x @ p["gate"]) * (x @ p["up"])
         return jnp.sum(h @ p["down"]) + jnp.sum(h)

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("plan_bench", "train", "hlo")]
+sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("plan_bench", ".", "hlo")]
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -9,12 +9,12 @@ import itertools
 import json
 
 import pytest
-from tiny import tiny
 
 from halfbyte.cli.main import main
 from halfbyte.plan import step_placement, step_timing
 from halfbyte.plan.step_placement import MAX_BATCH, MAX_EXTRAPOLATION_FACTOR, peak_bytes, search_largest
 from halfbyte.train import preflight, run_mesh
+from tiny import tiny
 
 SEQ = 32
 TINY_RUN = tiny(recipe="bf16", remat="full")

@@ -14,7 +14,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
-from tiny import tiny
 
 from halfbyte.checkpoint import LOCK_FILE, NAME, RunDirectoryLockedError, RunLock, bucket_copy, object_store, store
 from halfbyte.cli.main import main
@@ -22,11 +21,12 @@ from halfbyte.io import dataclass_json
 from halfbyte.train import CheckpointConfig, run_identity, train
 from halfbyte.train.loop import Loop
 from halfbyte.train.run_identity import RUN_MARKER_FILES, RunDirectoryClaim, RunIdentity, file_hash, save_identity
+from tiny import ONE_LAYER, tiny
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-def test_a_loser_leaves_the_winner_alone(tmp_path, monkeypatch, capfd):
+def test_losing_start_leaves_the_winner_alone(tmp_path, monkeypatch, capfd):
     """The other process makes the directory when this one has begun and has not looked at it yet."""
     directory, winner = tmp_path / "run", []
 
@@ -44,7 +44,7 @@ def test_a_loser_leaves_the_winner_alone(tmp_path, monkeypatch, capfd):
     winner[0].close()
 
 
-def test_of_many_starts_each_has_the_directory_alone(tmp_path):
+def test_concurrent_starts_each_have_the_directory_alone(tmp_path):
     """Threads, which flock keeps apart as it does processes: some fail before their first step and leave nothing, some
     train, at any offset. Nobody sees another's files change under its hands."""
     wrong: list[str] = []
@@ -64,7 +64,7 @@ def test_of_many_starts_each_has_the_directory_alone(tmp_path):
         except OSError as error:
             wrong.append(f"{name}: {error}")
 
-    for round_ in range(40):
+    for round_ in range(20):
         directory = tmp_path / str(round_) / "run"
         threads = [
             threading.Thread(target=start, args=(directory, f"{round_}-{n}", random.Random(4 * round_ + n)))
@@ -77,7 +77,7 @@ def test_of_many_starts_each_has_the_directory_alone(tmp_path):
     assert wrong == []
 
 
-def test_files_that_go_while_a_start_looks_at_them_are_not_there(tmp_path, monkeypatch):
+def test_files_that_disappear_during_a_claim_are_absent(tmp_path, monkeypatch):
     """A start that fails removes its files; another looks at the directory just then, without its lock."""
     (tmp_path / "config.json").write_text("{}")
 
@@ -91,27 +91,15 @@ def test_files_that_go_while_a_start_looks_at_them_are_not_there(tmp_path, monke
         assert os.listdir(tmp_path) == [LOCK_FILE]
 
 
-def fail_in(directory: Path, *files: str) -> None:
-    with contextlib.suppress(KeyError), RunDirectoryClaim(directory):
-        (directory / "checkpoints").mkdir()
-        for name in files:
-            (directory / name).write_text("{}")
-        raise KeyError
-
-
 @pytest.mark.parametrize("existed", [True, False])
-def test_an_error_leaves_the_directory_as_it_was(tmp_path, existed):
+def test_failed_start_leaves_the_directory_as_it_was(tmp_path, existed):
     directory = tmp_path / "a" / "run"
     if existed:
         directory.mkdir(parents=True)
-    fail_in(directory, "config.json", "run.json")
+    with contextlib.suppress(KeyError), RunDirectoryClaim(directory):
+        (directory / "config.json").write_text("{}")
+        raise KeyError
     assert (os.listdir(directory) if existed else os.listdir(tmp_path)) == []
-
-
-def test_what_somebody_else_puts_there_meanwhile_stays(tmp_path):
-    directory = tmp_path / "run"
-    fail_in(directory, "config.json", "notes.txt")
-    assert os.listdir(directory) == ["notes.txt"]
 
 
 def test_error_removes_own_files_and_no_others(tmp_path):
@@ -151,7 +139,7 @@ def empty(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [replace, empty, shutil.rmtree])
-def test_a_directory_that_is_not_the_claimed_one_is_noticed(tmp_path, act):
+def test_replaced_directory_is_no_longer_held(tmp_path, act):
     directory = tmp_path / "run"
     with RunDirectoryClaim(directory) as held:
         for name in RUN_MARKER_FILES:
@@ -162,11 +150,11 @@ def test_a_directory_that_is_not_the_claimed_one_is_noticed(tmp_path, act):
             held.assert_still_held()
 
 
-def test_start_that_fails_leaves_its_prefix_to_the_next_run(tmp_path, monkeypatch, capfd):
+def test_failed_start_leaves_its_prefix_to_the_next_run(tmp_path, monkeypatch, capfd):
     """It fails while the step compiles, after the prefix was claimed. The store is a directory."""
     spec = {"driver": "file", "path": f"{tmp_path}/bucket/"}
     monkeypatch.setattr(object_store, "spec_of", lambda url: spec)
-    dataclass_json.save_config(tiny(steps=2), tmp_path / "in.json")
+    dataclass_json.save_config(tiny(model=ONE_LAYER, recipe="bf16", steps=2), tmp_path / "in.json")
     words = ["train", "--config", str(tmp_path / "in.json"), "--copy-to", "s3://bucket/run", "--no-sample", "--run-dir"]
 
     def fails(self):
@@ -199,7 +187,7 @@ class Vandal:
         return ()
 
 
-def test_a_run_without_its_directory_ends_and_leaves_nothing_at_its_place(tmp_path, monkeypatch):
+def test_run_without_its_directory_ends_and_leaves_nothing(tmp_path, monkeypatch):
     """The save of step 2 is under way when the directory goes: Orbax and TensorStore make every folder anew."""
     vandal, console = Vandal(tmp_path / "run"), Console(file=io.StringIO())
     written = []
@@ -212,7 +200,7 @@ def test_a_run_without_its_directory_ends_and_leaves_nothing_at_its_place(tmp_pa
 
     save = store._write_and_wait
     monkeypatch.setattr(store, "_write_and_wait", late)
-    config = tiny(recipe="bf16", checkpoint=CheckpointConfig(every=2))
+    config = tiny(model=ONE_LAYER, recipe="bf16", checkpoint=CheckpointConfig(every=2))
     with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
         train(config, vandal.directory, console=console, observers=[vandal])
     assert vandal.steps == 3
@@ -220,12 +208,18 @@ def test_a_run_without_its_directory_ends_and_leaves_nothing_at_its_place(tmp_pa
     assert not list(vandal.directory.rglob("*"))
 
 
-@pytest.mark.slow
-def test_a_run_without_its_directory_touches_nothing_of_the_next_run_there(tmp_path):
+@pytest.fixture
+def saves(tmp_path):
+    """The checkpoints of a run that has saved steps 2 and 4."""
+    made = store.CheckpointManager(tmp_path / "run" / "checkpoints")
+    for step in (2, 4):
+        assert made.save(step, {"params": {"w": jnp.ones(2)}}, extra={})
+    made.wait()
+    return made
+
+
+def test_discard_touches_nothing_of_the_next_run_there(tmp_path, saves):
     """Which has its lock there before it has anything else."""
-    saves = store.CheckpointManager(tmp_path / "run" / "checkpoints")
-    assert saves.save(2, {"params": {"w": jnp.ones(2)}}, extra={})
-    saves.wait()
     (tmp_path / "run").rename(tmp_path / "moved")
     theirs = tmp_path / "run" / "checkpoints" / "2"
     theirs.mkdir(parents=True)
@@ -234,38 +228,18 @@ def test_a_run_without_its_directory_touches_nothing_of_the_next_run_there(tmp_p
     assert theirs.is_dir()
 
 
-def test_abandoned_run_without_its_lock_file_keeps_its_checkpoints(tmp_path):
+def test_discard_without_a_lock_file_keeps_the_checkpoints(tmp_path, saves):
     """Somebody has removed `.lock` alone: the directory is still the one that was opened."""
-    saves = store.CheckpointManager(tmp_path / "run" / "checkpoints")
-    for step in (2, 4):
-        assert saves.save(step, {"params": {"w": jnp.ones(2)}}, extra={})
-    saves.wait()
     saves.discard_directory()
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "4"}
 
 
-def test_abandoned_run_keeps_a_backup_that_was_restored_to_its_place(tmp_path):
-    """Same steps, committed, without a lock. What the run's own write has left unfinished there goes."""
-    saves = store.CheckpointManager(tmp_path / "run" / "checkpoints")
-    assert saves.save(2, {"params": {"w": jnp.ones(2)}}, extra={})
-    saves.wait()
+def test_discard_removes_unfinished_saves_and_no_backup(tmp_path, saves):
+    """Same steps, committed, without a lock. The newest save, and the one that it waited for, are unfinished there."""
     (tmp_path / "run").rename(tmp_path / "moved")
     shutil.copytree(tmp_path / "moved" / "checkpoints", tmp_path / "run" / "checkpoints")
-    unfinished = tmp_path / "run" / "checkpoints" / "2.orbax-checkpoint-tmp-1"
-    unfinished.mkdir()
-    before = {path for path in (tmp_path / "run").rglob("*") if path != unfinished}
+    before = set((tmp_path / "run").rglob("*"))
+    for step in (2, 4):
+        (tmp_path / "run" / "checkpoints" / f"{step}.orbax-checkpoint-tmp-1").mkdir()
     saves.discard_directory()
     assert set((tmp_path / "run").rglob("*")) == before
-
-
-def test_abandoned_run_removes_the_unfinished_saves_of_its_last_two_steps(tmp_path):
-    """The newest save, and the one that it waited for, may have been created again under the path."""
-    saves = store.CheckpointManager(tmp_path / "run" / "checkpoints")
-    for step in (2, 4):
-        assert saves.save(step, {"params": {"w": jnp.ones(2)}}, extra={})
-    saves.wait()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    for step in (2, 4):
-        (tmp_path / "run" / "checkpoints" / f"{step}.orbax-checkpoint-tmp-1").mkdir(parents=True)
-    saves.discard_directory()
-    assert not list((tmp_path / "run").rglob("*.orbax-checkpoint-tmp-*"))

@@ -47,7 +47,7 @@ def wide(chosen):
     ("gb300", "mxfp8", "auto", 384, None, False), ("h200", "nvfp4", "auto", 384, None, False),
     ("gb300", "nvfp4", "auto", 384, wide, False),  # down's runs make all tiles of the layer longer
 ])  # fmt: skip
-def test_what_the_manifest_calls_native_is_given_as_codes(where, name, backend, mlp, down, native):
+def test_native_experts_of_the_manifest_get_codes(where, name, backend, mlp, down, native):
     config, gpu = config_of(name, backend, mlp), device_by_name(where)
     (phase,) = phases(config)
     resolved, chosen = phase.resolved(config), recipe(name)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
-from tiny import ONE_LINEAR, tiny
 
 from halfbyte.ops import SelfTestFailed
 from halfbyte.train import (
@@ -32,6 +31,7 @@ from halfbyte.train.loop import Loop
 from halfbyte.train.resume import Goodput
 from halfbyte.train.run_directory import open_run_directory
 from halfbyte.train.train_state import params_checksum
+from tiny import ONE_LAYER, ONE_LINEAR, tiny
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -47,6 +47,7 @@ def finished(tmp_path_factory):
     """A run with everything: a precision switch, validation, checkpoints, a profile, dynamic loss scale,
     TensorBoard."""
     config = tiny(
+        model=ONE_LAYER,
         recipe="bf16",
         policy=ONE_LINEAR,
         precision=PrecisionConfig(switch_at=4, switch_to="fp8"),
@@ -60,7 +61,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_run_directory(finished):
+def test_run_directory_has_config_checkpoints_and_manifest(finished):
     config, directory, result, _ = finished
     assert open_run_directory(directory).config == config
     assert sorted(int(path.name) for path in (directory / "checkpoints").iterdir()) == [4, 6]
@@ -85,7 +86,7 @@ def test_one_row_a_step(finished):
     assert all(row["input_wait_s"] >= 0 and row["step_time_s"] > 0 for row in rows)
 
 
-def test_what_people_read(finished):
+def test_run_prints_switch_validation_and_loss(finished):
     _, _directory, result, text = finished
     assert "PRECISION SWITCH after step 4: bf16 -> fp8" in text
     assert "0.0% of FLOPs in 4 bits" in text
@@ -95,7 +96,7 @@ def test_what_people_read(finished):
     assert sum(result.breakdown.values()) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_a_finished_run_is_left_alone(finished):
+def test_finished_run_is_left_alone(finished):
     config, directory, result, _ = finished
     again, text = run(config, directory)
     assert "the run is complete at step 6; raise --steps" in text
@@ -104,7 +105,7 @@ def test_a_finished_run_is_left_alone(finished):
         assert (a == b).all()
 
 
-def test_a_run_does_not_become_shorter_than_it_was(finished):
+def test_run_cannot_become_shorter(finished):
     config, directory, _, _ = finished
     before = {name: (directory / name).read_bytes() for name in ("config.json", "manifest.json", "metrics.jsonl")}
     with pytest.raises(ValueError, match=r"checkpoint of step 6, beyond the last .*--steps 5"):
@@ -113,15 +114,15 @@ def test_a_run_does_not_become_shorter_than_it_was(finished):
 
 
 @pytest.mark.slow
-def test_without_validation_nothing_is_compiled_for_it(tmp_path, monkeypatch):
+def test_without_validation_no_eval_step_is_compiled(tmp_path, monkeypatch):
     monkeypatch.delattr(loop, "make_eval_step")
     result, text = run(tiny(recipe="bf16"), tmp_path / "run")
     assert result.validation == {} and "validation after" not in text
     assert "validation_loss" not in read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
-def test_a_diverged_run_stops_loudly(tmp_path):
-    config = tiny(recipe="bf16", optimizer=OptimizerConfig(learning_rate=1e18, warmup=0))
+def test_diverged_run_stops_with_its_first_nonfinite(tmp_path):
+    config = tiny(model=ONE_LAYER, recipe="bf16", optimizer=OptimizerConfig(learning_rate=1e18, warmup=0))
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(every=1))
     named = r"step 5: .*gradient norm nan, 4 steps in a row.*the forward pass of layer 0.*step 4 is good"
     with pytest.raises(DivergedError, match=named):
@@ -130,7 +131,7 @@ def test_a_diverged_run_stops_loudly(tmp_path):
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_last_checkpoint_that_could_not_begin_is_no_success(tmp_path, begins):
+def test_last_checkpoint_that_cannot_begin_is_an_error(tmp_path, begins):
     """A stop at the step of a save that failed at once: the state is nowhere, and nobody may be told that it is."""
     store = SimpleNamespace(save=lambda *_, **__: begins, close=lambda: True)
     params = {"w": jnp.ones(4)}
@@ -149,7 +150,7 @@ def test_a_last_checkpoint_that_could_not_begin_is_no_success(tmp_path, begins):
 
 
 @pytest.mark.slow
-def test_a_failed_self_test_stops_the_run_before_its_first_step(tmp_path, monkeypatch):
+def test_failed_selftest_stops_the_run_before_step_1(tmp_path, monkeypatch):
     """It runs beside the compiler, in a thread of its own, and over the recipes of every phase; where both fail, it is
     what is said.
     """

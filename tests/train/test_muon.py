@@ -93,7 +93,7 @@ def test_matrices_are_optax_muon_and_the_rest_optax_adamw(alone):
 
 
 @pytest.mark.slow
-def test_a_mesh_changes_the_order_of_sums_alone(alone):
+def test_mesh_changes_the_order_of_sums_alone(alone):
     found, moments = three_updates(EIGHT, jax.devices("cpu"))
     for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)  # of updates of 0.01: float32 sums in another order
@@ -101,7 +101,7 @@ def test_a_mesh_changes_the_order_of_sums_alone(alone):
     assert gate.sharding.is_equivalent_to(found["layers"]["mlp"]["gate"].sharding, gate.ndim)
 
 
-def test_a_run_saves_the_moment_of_a_matrix_and_does_not_go_on_by_another_optimizer():
+def test_muon_saves_moments_and_refuses_another_optimizer():
     """train/test_resume.py kills a run by Muon, and holds the resumed one against an unbroken one."""
     config = dataclasses.replace(CONFIG, mesh="")
     saved = abstract_state(config, run_mesh(config, jax.devices("cpu")[:1])).items()

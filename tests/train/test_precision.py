@@ -29,19 +29,18 @@ def test_switch_by_fraction_or_step(at, step):
     assert phase_at((first, second), step) is second
 
 
-def test_forward_alone_takes_the_forward_operands():
-    mixed = mix_recipes(recipe("nvfp4"), recipe("bf16"), "forward")
-    assert all(getattr(mixed, role) == getattr(recipe("bf16"), role) for role in FORWARD_ROLES)
-    assert all(getattr(mixed, role) == getattr(recipe("nvfp4"), role) for role in BACKWARD_ROLES)
-    assert mixed.name == "nvfp4+bf16_forward"
+def test_mixed_recipe_takes_operands_of_one_pass():
+    nvfp4, bf16 = recipe("nvfp4"), recipe("bf16")
+    for part, changed, kept in (
+        ("forward", FORWARD_ROLES, BACKWARD_ROLES),
+        ("backward", BACKWARD_ROLES, FORWARD_ROLES),
+    ):
+        mixed = mix_recipes(nvfp4, bf16, part)
+        assert all(getattr(mixed, role) == getattr(bf16, role) for role in changed)
+        assert all(getattr(mixed, role) == getattr(nvfp4, role) for role in kept)
+        assert mixed.name == f"nvfp4+bf16_{part}"
 
 
-def test_backward_alone_takes_the_backward_operands():
-    mixed = mix_recipes(recipe("nvfp4"), recipe("bf16"), "backward")
-    assert all(getattr(mixed, role) == getattr(recipe("nvfp4"), role) for role in FORWARD_ROLES)
-    assert all(getattr(mixed, role) == getattr(recipe("bf16"), role) for role in BACKWARD_ROLES)
-
-
-def test_a_switch_past_the_end_is_refused():
+def test_switch_past_the_end_is_refused():
     with pytest.raises(ValueError, match="switch_at is step 300, but the run ends at step 200"):
         phases(with_switch(switch_at=300))

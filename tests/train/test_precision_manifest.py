@@ -33,7 +33,7 @@ def manifest_of(name, where, **changes):
 
 
 @pytest.mark.parametrize("name, share", [("llama3-8b", 0.657), ("llama3.1-405b", 0.784)])
-def test_share_in_four_bits_is_that_of_the_mlp(name, share):
+def test_share_in_4_bits_is_that_of_the_mlp(name, share):
     manifest = manifest_of(name, "gb300")
     assert manifest.share_4bit == pytest.approx(share, abs=5e-4)
     assert manifest.share_by_multiplier["nvfp4"] == pytest.approx(share, abs=5e-4)
@@ -51,13 +51,16 @@ def test_native_on_blackwell_emulated_on_hopper():
         assert {gemm.execution for gemm in native[path].gemms.values()} == {"plain"}
 
 
-def test_what_happens_to_x_beside_its_operand_is_written():
-    sites = manifest_of("llama3-8b", "h200", recipe="halfbyte").sites
-    (site,) = (site for site in sites if site.path == "layers/mlp/up")
+def site_of(manifest, path):
+    return next(site for site in manifest.sites if site.path == path)
+
+
+def test_two_term_operand_is_in_the_manifest():
+    site = site_of(manifest_of("llama3-8b", "h200", recipe="halfbyte"), "layers/mlp/up")
     assert {gemm for gemm, found in site.gemms.items() if "leaves over" in found.left} == {"fprop"}
 
 
-def test_a_run_without_a_mesh_is_described_on_the_mesh_that_it_gets():
+def test_run_without_a_mesh_is_described_on_its_default():
     """fsdp over all devices, which cuts weights where they rest, here over the eight of the test run."""
     config = run_config("llama3-8b")
     site = linear_shapes(config.model, config.batch, config.seq)[0]
@@ -72,12 +75,11 @@ def test_a_run_without_a_mesh_is_described_on_the_mesh_that_it_gets():
 
 
 @pytest.mark.parametrize("where", ["h200", "gb300"])
-def test_who_computes_the_norms_is_written_with_the_reason(where):
-    assert manifest_of("llama3-8b", where, unroll=0).norms == "kernels"
-    assert manifest_of("llama3-8b", where, unroll=0, mesh="fsdp=4,tensor=2").norms == "kernels"
-    assert manifest_of("llama3-8b", where, unroll=0, mesh="fsdp=1", remat="none", batch=4).norms == "kernels"
-    assert manifest_of("llama3-8b", where, mesh="fsdp=8", remat="none").norms == "kernels"
-    assert manifest_of("llama3-8b", where, mesh="fsdp=1", remat="none", batch=4).norms == "kernels"
+def test_norms_name_their_backend_and_the_reason(where):
+    one = {"mesh": "fsdp=1", "remat": "none", "batch": 4}
+    unrolled = ({"unroll": 0}, {"unroll": 0, "mesh": "fsdp=4,tensor=2"}, {"unroll": 0, **one})
+    for changes in (*unrolled, {"mesh": "fsdp=8", "remat": "none"}, one):
+        assert manifest_of("llama3-8b", where, **changes).norms == "kernels", changes
     looped, wide = manifest_of("llama3-8b", where), manifest_of("llama3.1-405b", where, unroll=0)
     assert looped.norms.startswith("xla: ") and "stacks" in looped.norms
     assert manifest_of("llama3-8b", where, remat="none", unroll=2).norms == looped.norms
@@ -86,8 +88,8 @@ def test_who_computes_the_norms_is_written_with_the_reason(where):
     assert "norms" not in manifest_caption(manifest_of("demo", "cpu"))
 
 
-def test_every_operand_is_named():
-    site = next(site for site in manifest_of("llama3-8b", "gb300").sites if site.path == "layers/mlp/up")
+def test_operands_of_each_gemm_are_named():
+    site = site_of(manifest_of("llama3-8b", "gb300"), "layers/mlp/up")
     assert (site.tokens, site.k, site.n, site.layers) == (32 * 8192, 4096, 14336, (0, 32))
     fprop, dgrad, wgrad = (site.gemms[name] for name in ("fprop", "dgrad", "wgrad"))
     assert (fprop.left, fprop.right) == ("nvfp4 1d rne", "nvfp4 2d rne")
@@ -101,9 +103,6 @@ def test_fp8_runs_in_fp8_on_hopper():
     assert manifest.share_by_multiplier["fp8"] > 0.75
     peak = device_by_name("h200").peak
     assert peak["bf16"] < manifest.peak(device_by_name("h200")) < peak["fp8"]
-
-
-def test_peak_is_unknown_on_a_cpu():
     assert manifest_of("demo", "cpu").peak(device_by_name("cpu")) is None
 
 
@@ -113,14 +112,14 @@ def test_policy_paper_splits_layers():
     assert spans == [((0, 2), "bf16"), ((2, 110), "nvfp4"), ((110, 126), "bf16")]
 
 
-def test_a_backend_that_cannot_serve_is_refused_by_path():
+def test_unsupported_backend_is_refused_by_path():
     with pytest.raises(ValueError, match=r"layers/mlp/gate.*native"):
         manifest_of("demo", "cpu", precision=PrecisionConfig(backend="native"))
 
 
-def test_what_xla_does_of_a_linear_is_written_as_such():
+def test_gemms_and_passes_by_xla_are_named():
     """On an H200 the demo's sizes are too small for the GEMM kernel in two of three; on a mesh XLA makes weights."""
-    gate = next(site for site in manifest_of("demo", "h200").sites if site.path == "layers/mlp/gate")
+    gate = site_of(manifest_of("demo", "h200"), "layers/mlp/gate")
     left = [name for name, gemm in gate.gemms.items() if gemm.multiplied_by == "xla"]
     assert backend_summary(gate.backend, gate.gemms) == f"fused; {' '.join(left)} by xla" and left
     assert pass_summary(gate.gemms) == "fused"
@@ -131,24 +130,19 @@ def test_what_xla_does_of_a_linear_is_written_as_such():
     assert pass_summary(mixed) == "fprop wgrad: fused; dgrad: fused+xla"
 
 
-def test_the_table_fits_eighty_columns(capsys):
+def test_table_fits_80_columns_and_names_a_backend_once(capsys):
     Console(width=80).print(manifest_table(manifest_of("llama3.1-405b", "gb300")))
     out = capsys.readouterr().out
-    assert "78.4% of FLOPs in 4 bits" in out
-    assert "…" not in out
+    assert "78.4% of FLOPs in 4 bits" in out and "…" not in out
     assert max(map(len, out.splitlines())) <= 80
-
-
-def test_the_table_names_a_backend_once(capsys):
-    """`emulated` is both the way a GEMM runs and the name of its backend."""
-    Console(width=80).print(manifest_table(manifest_of("demo", "cpu")))
+    Console(width=80).print(manifest_table(manifest_of("demo", "cpu")))  # `emulated`: how it runs, and its backend
     out = capsys.readouterr().out
     assert "emulated" in out and "emulated (emulated)" not in out
     Console(width=80).print(manifest_table(manifest_of("llama3-8b", "h200")))
     assert "emulated (fused" in capsys.readouterr().out
 
 
-def test_native_linears_are_compared_under_their_own_recipes(monkeypatch):
+def test_selftest_compares_native_linears_by_recipe(monkeypatch):
     """A policy may have two native recipes; neither the first of them nor the run's stands for the other."""
     config = dataclasses.replace(run_config("llama3-8b"), policy="mlp; attention/*=mxfp8; layers[-1]/mlp/*=nvfp4_no_sr")
     manifest, asked, said = manifest_of("llama3-8b", "gb200", policy=config.policy), [], []
@@ -171,7 +165,7 @@ def test_native_linears_are_compared_under_their_own_recipes(monkeypatch):
     assert "native mxfp8, nvfp4, nvfp4_no_sr GEMMs" in said[0]
 
 
-def test_experts_on_blackwell_are_native_and_compared_at_their_own_sizes(monkeypatch):
+def test_selftest_compares_native_experts_by_size(monkeypatch):
     """Where a kernel serves; `emulated` by name is the loop of tiles."""
     config = run_config("qwen3-30b-a3b")
     manifest, said, asked = manifest_of("qwen3-30b-a3b", "gb300", policy=config.policy), [], []
@@ -201,7 +195,7 @@ def test_experts_on_blackwell_are_native_and_compared_at_their_own_sizes(monkeyp
         ("h200", "auto", "nvfp4", None), ("h200", "auto", "fp8", None),
     ],
 )  # fmt: skip
-def test_experts_that_no_kernel_serves_natively_say_so(device, backend, recipe, passed):
+def test_experts_without_a_native_kernel_say_why(device, backend, recipe, passed):
     """Kernels of Hopper multiply carriers of fp8 too, though the card has its unit."""
     config = run_config("qwen3-30b-a3b")
     precision = PrecisionConfig(backend=backend)
@@ -215,7 +209,7 @@ def test_experts_that_no_kernel_serves_natively_say_so(device, backend, recipe, 
 
 
 @pytest.mark.parametrize("remat, asked", [("none", [("nvfp4", "fused"), ("fp8", "fp8")]), ("quantized", [])])
-def test_layers_in_a_loop_s_stacks_are_compared_under_their_own_recipes(monkeypatch, remat, asked):
+def test_selftest_compares_stacked_residuals_by_recipe(monkeypatch, remat, asked):
     """A segment of one layer has no stack."""
     policy = "mlp; layers[-3:]/mlp/*=fp8; layers[-1]/mlp/*=mxfp8"
     config = dataclasses.replace(run_config("llama3-8b"), policy=policy, unroll=1, remat=remat)

@@ -44,7 +44,7 @@ def on(tmp_path, monkeypatch):
     return mesh
 
 
-def test_a_step_is_compiled_twice_and_the_next_start_once(on):
+def test_step_is_compiled_twice_and_the_next_start_once(on):
     first, again, told = Lowered(), Lowered(), []
     StepScheduling(on(), say=told.append).compile(first)
     StepScheduling(on(), say=told.append).compile(again)
@@ -53,7 +53,7 @@ def test_a_step_is_compiled_twice_and_the_next_start_once(on):
     assert again.given == [ordered] and len(told) == 1
 
 
-def test_a_damaged_file_counts_as_none(on, tmp_path):
+def test_damaged_file_counts_as_none(on, tmp_path):
     StepScheduling(on(), say=lambda _: None).compile(Lowered())
     for kept in (tmp_path / "schedule").glob("*.json"):
         kept.write_bytes(kept.read_bytes().replace(b"dot", b"not"))

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 from halfbyte.train import WandbSink
 
 
-def test_a_run_keeps_its_id_and_needs_init_alone(tmp_path, monkeypatch):
+def test_wandb_run_keeps_its_id(tmp_path, monkeypatch):
     asked, logged = [], []
 
     def init(**options):

@@ -1,13 +1,21 @@
-"""The smallest run that has everything: two layers, grouped heads, all dims multiples of 16."""
+"""The tiny models of train, models, evaluation and hf, and the smallest run that has everything: grouped heads, all
+dims multiples of 16. What does not ask for a second layer takes ONE_LAYER."""
 
 import dataclasses
 
 from halfbyte.models import LlamaConfig
+from halfbyte.ops.rope import RopeScaling
 from halfbyte.train import CheckpointConfig, LogConfig, OptimizerConfig, TrainConfig, ValidationConfig
 
 MODEL = LlamaConfig(
     name="tiny", vocab_size=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64
 )
+ONE_LAYER = MODEL.replace(layers=1)
+# What a large one has: rotary scaling and, in `models` and `hf`, a vocabulary that is no power of two.
+LLAMA = LlamaConfig(
+    name="tiny", vocab_size=96, embed=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,
+    rope_theta=10_000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16),
+)  # fmt: skip
 
 
 ONE_LINEAR = "mlp/down"
