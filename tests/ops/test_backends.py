@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
+import oracle_linear as oracle
 import pytest
 from checks import F8_SUMS, KEY, TOLERANCE, check_linear, matrix, rounded, tensors
 from instruments import quick

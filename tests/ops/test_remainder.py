@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
+import oracle_linear as oracle
 import pytest
 from checks import KEY, assert_rounded, linear, matrix, relative_error, rounded, tensors
 from instruments import quick
@@ -102,7 +102,8 @@ def test_the_radar_knows_the_second_piece_and_sees_a_wrong_one(monkeypatch):
     assert judged()["wgrad"][0] == 0
 
 
-def test_the_radar_knows_forward_operands_that_are_quantized_once_more():
+@pytest.mark.slow
+def test_radar_judges_requantized_operands_right():
     """As `halfbyte` makes dgrad's W and wgrad's x; gradients stay in bf16, which compiles sooner."""
     once = dict.fromkeys(FORWARD_ROLE_OF.values(), OperandPolicy(NVFP4))
     again = dict.fromkeys(FORWARD_ROLE_OF, OperandPolicy(NVFP4, source="requantize_forward"))

@@ -250,8 +250,9 @@ def test_each_use_layer_and_step_has_its_own_key(monkeypatch):
     np.testing.assert_array_equal(steps[0], apply_recipe(fn, NVFP4, key=lambda: step_key(0, 0), show=None)(params, X))
 
 
+@pytest.mark.slow(fast_cases=["unsafe_rbg"])
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_keys_of_every_generator_differ_by_step_and_layer(monkeypatch, impl):
+def test_keys_of_any_generator_differ_by_step_and_layer(monkeypatch, impl):
     def show_key(x, w, *, key=None, **_):
         first, *_, last = jax.random.key_data(key)
         return jnp.zeros((*x.shape[:-1], w.shape[-1]), x.dtype) + (first ^ last).astype(x.dtype)
