@@ -22,6 +22,7 @@ def hard_runs():
     exponents = rng.integers(0, 0x7F00, (8, 64)) | rng.integers(0, 2, (8, 64)) << 15
     x[16:22] *= 2.0**-130
     x[22], x[23], x[24, 3], x[25, 20] = 0, -0.0, np.inf, np.nan
+    x[26, :16] = -0.0 * table.FIXED_SIGNS  # every term of a sum is -0
     x = x.astype(BF16)
     x[8:16] = exponents.astype(np.uint16).view(BF16)
     return x

@@ -94,7 +94,7 @@ def test_requantized_operand_quantizes_forward_operand_once() -> None:
     assert text.count("name=quantize_rows_squared") == 1
 
 
-@pytest.mark.slow(fast_cases=["quartet2"])
+@pytest.mark.slow(fast_cases=["halfbyte"])
 @pytest.mark.parametrize("given", [HALFBYTE, QUARTET2], ids=lambda recipe: recipe.name)
 def test_requantized_weight_rematerializes_from_master(given) -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
@@ -225,6 +225,7 @@ def test_gathered_weight_in_1d_blocks_uses_xla_passes() -> None:
     assert ops.choose_backend("fused", problem).weight_quantize_passes.name == "xla"
 
 
+@pytest.mark.slow
 def test_gathered_weight_codes_match_reference() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32).at[3, 5].set(-0.0)
 

@@ -54,7 +54,7 @@ def called(name, shape, device):
 TRACED = set(recipe_names()) - {made.name for made in LEAGUE} | {"nvfp4_4over6_sr", "quartet2", "tetrajet2"}
 
 
-@pytest.mark.slow(fast_cases=["mxfp8", "mxfp8_floor", "nvfp4_no_sr"])
+@pytest.mark.slow(fast_cases=["mxfp8", "mxfp8_floor"])
 @pytest.mark.parametrize("name", sorted(TRACED))
 def test_a_choice_is_kept(name):
     cases = [(shape, device, promised(name, shape, device)) for shape in SHAPES for device in DEVICES]

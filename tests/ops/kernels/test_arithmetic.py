@@ -36,6 +36,7 @@ def data(kind: str) -> np.ndarray:
         x[:, ::16] = 6
     if kind == "negative_zero":
         x[::2] = -0.0
+        x[32:48, :16] = -0.0 * table.FIXED_SIGNS[:, None]  # a sum of zeros that are all -0 is +0
     if kind == "subnormal":
         x *= np.float32(1e-39)
     if kind == "zeros":
