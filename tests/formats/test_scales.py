@@ -22,7 +22,6 @@ from halfbyte.formats.scale_rules import (
     TwoLevelScale,
     _two_level,
 )
-from halfbyte.recipes import recipe
 
 
 def scale_codes(rule, element, amax):
@@ -116,11 +115,22 @@ def test_outer_scales_of_zero_inf_or_nan_amax_are_one():
 
 
 @pytest.mark.usefixtures("quick_code")
-@pytest.mark.parametrize("name", ["quartet2", "tetrajet2"])
-def test_tiny_block_under_huge_outer_scale_is_zero(name):
-    """1e-35 under an outer scale for an amax of 3e38: its block scale is far below the smallest subnormal."""
-    x = np.zeros((1, 128), np.float32)
-    x[0, 0], x[0, 32:48] = 3e38, 1e-35
-    block_format = recipe(name).fprop_x.format
-    run = jax.jit(lambda x: formats.quantize(x, block_format).dequantize())
-    np.testing.assert_array_equal(np.asarray(run(x), np.float32)[0, 16:], 0)
+@pytest.mark.parametrize(
+    "fmt, rounding",
+    [(formats.NVFP4_QUARTET, "away"), (formats.NVFP4_TETRA, "midpoint"), (formats.NVFP4_EDEN, "away")],
+    ids=lambda p: str(p),
+)
+def test_division_rules_equal_table(fmt, rounding):
+    """Of normal numbers and a block of zeros, and of 1e-35 next to 3e38, where a block scale is far below the smallest
+    subnormal: its codes are zero."""
+    x = np.random.default_rng(7).standard_normal((2, 8, 128)).astype(np.float32)
+    x[0, 3, 16:32], x[1] = 0, 0
+    x[1, 0, 0], x[1, 0, 32:48] = 3e38, 1e-35
+    noise = np.random.default_rng(8).integers(0, 256, x.shape[1:], np.uint8)
+    run = jax.jit(lambda xs: jax.lax.map(lambda x: quantize_to_grid(x, fmt, noise=noise, rounding=rounding), xs))
+    made = run(x)
+    for i, tensor in enumerate(x):
+        want = table.quantize(tensor, fmt.name, rounding=rounding, noise=noise)
+        np.testing.assert_array_equal(made.codes[i], want.codes)
+        np.testing.assert_array_equal(made.scales.codes[i].reshape(want.scales.shape), want.scales)
+    assert not made.codes[1, 0, 16:].any()

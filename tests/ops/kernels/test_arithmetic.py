@@ -170,7 +170,10 @@ def test_rows_and_columns_by_another_rule(kind, rule, stochastic):
         np.testing.assert_array_equal(array(got[8:], np.uint8), scale_bytes)
 
 
-@pytest.mark.slow(fast_cases=["plain-normal", "plain-ties", "plain-negative_zero", "expected-zeros"])
+FAST = ["plain-ties", "plain-negative_zero", "1716-wide", "squared-ties", "absolute-normal", "expected-normal"]
+
+
+@pytest.mark.slow(fast_cases=FAST)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["plain", *CHOOSING])
 def test_blocks_of_float32(kind, rule):
