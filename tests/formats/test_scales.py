@@ -127,10 +127,16 @@ def test_division_rules_equal_table(fmt, rounding):
     x[0, 3, 16:32], x[1] = 0, 0
     x[1, 0, 0], x[1, 0, 32:48] = 3e38, 1e-35
     noise = np.random.default_rng(8).integers(0, 256, x.shape[1:], np.uint8)
-    run = jax.jit(lambda xs: jax.lax.map(lambda x: quantize_to_grid(x, fmt, noise=noise, rounding=rounding), xs))
-    made = run(x)
+
+    @jax.jit
+    @jax.vmap
+    def run(x):
+        grid = quantize_to_grid(x, fmt, noise=noise, rounding=rounding)
+        return grid.codes, grid.scales.codes
+
+    codes, scales = run(x)
     for i, tensor in enumerate(x):
         want = table.quantize(tensor, fmt.name, rounding=rounding, noise=noise)
-        np.testing.assert_array_equal(made.codes[i], want.codes)
-        np.testing.assert_array_equal(made.scales.codes[i].reshape(want.scales.shape), want.scales)
-    assert not made.codes[1, 0, 16:].any()
+        np.testing.assert_array_equal(codes[i], want.codes)
+        np.testing.assert_array_equal(scales[i].reshape(want.scales.shape), want.scales)
+    assert not codes[1, 0, 16:].any()
