@@ -50,7 +50,7 @@ def fresh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("emulated", "bfloat16")])
-def test_six_steps_are_those_of_the_rule(backend, dtype):
+def test_delayed_scaling_six_steps_equal_oracle(backend, dtype):
     theirs, ours = oracle_linear.DelayedLinear(SHORT.amax_history_len), fresh()
     run = jax.jit(lambda *given: linear(*given, backend=backend), compiler_options=quick)
     saturated = 0

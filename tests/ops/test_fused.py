@@ -318,7 +318,7 @@ def maxima(layer, *shapes) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "fp8"])
-def test_no_tensor_is_read_again_for_scales_that_are_kept(name) -> None:
+def test_remat_with_saved_scales_reads_no_amax_again(name) -> None:
     """A layer that is made again from its input takes the maxima of no more tensors than one whose operands are kept,
     if its scales are."""
 
@@ -331,7 +331,7 @@ def test_no_tensor_is_read_again_for_scales_that_are_kept(name) -> None:
 
 @pytest.mark.slow(fast_cases=["fp8"])
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "fp8"])
-def test_nor_is_the_x_of_an_mlp_that_makes_its_operands_again_itself(name) -> None:
+def test_remat_mlp_does_not_requantize_x(name) -> None:
     def gated(mode):
         return lambda x, *weights: ops.mlp(x, *weights, recipe=name, key=KEY, residuals=mode)
 

@@ -33,7 +33,7 @@ def results(recipe, backend, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("auto", "bfloat16")])
-def test_y_is_the_sum_of_both_products_and_gradients_are_as_without(backend, dtype):
+def test_two_term_y_is_sum_of_both_products(backend, dtype):
     x, w, dy = tensors(BLOCKS_OF_16[1], dtype)
     one, two = (results(r, backend, dtype) for r in (ONE, TWO))
     first = oracle.linear(matrix(x), matrix(w), matrix(dy), ONE, KEY)["fprop"]
@@ -111,7 +111,7 @@ def test_radar_judges_requantized_operands_right():
     assert all(wrong == 0 and error < 1 for wrong, error in judgement(recipe, ("dgrad", "wgrad"))().values())
 
 
-def test_it_is_spelled_out_told_apart_and_refused_where_nothing_is_left_over():
+def test_remainder_recipe_text_diff_and_refusals():
     assert hb.recipe(recipe_to_text(TWO)) == TWO
     assert recipe_diff(ONE, TWO) == [("fprop_x", "remainder", False, True)]
     for name, has in (("nvfp4_remainder+bf16_forward", False), ("bf16+nvfp4_remainder_forward", True)):

@@ -140,7 +140,7 @@ def chosen_data(kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", CHOOSING)
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_rows_and_columns_by_another_rule(kind, rule, stochastic):
+def test_rows_and_columns_of_any_rule_equal_table(kind, rule, stochastic):
     """Scales, and which of two a block takes, in both layouts of lanes; random bytes at midpoints."""
     x, m = chosen_data(kind), NumpyLaneOps(4)
     amax = np.abs(x.astype(np.float32)).max()
@@ -176,7 +176,7 @@ FAST = ["plain-ties", "plain-negative_zero", "1716-wide", "squared-ties", "absol
 @pytest.mark.slow(fast_cases=FAST)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["plain", *CHOOSING])
-def test_blocks_of_float32(kind, rule):
+def test_float32_blocks_of_any_rule_equal_table(kind, rule):
     """Of a weight, along either axis."""
     rng = np.random.default_rng(5)
     w = chosen_data(kind).astype(np.float32) * (1 + rng.random((T, N), np.float32) * np.float32(1e-3))
@@ -190,7 +190,7 @@ def test_blocks_of_float32(kind, rule):
 
 
 @pytest.mark.slow
-def test_midpoint_codes_of_every_byte():
+def test_midpoint_codes_of_every_byte_equal_table():
     """Magnitudes a few units from each multiple of 1/512 up to 8, and the smallest and largest."""
     marks = np.arange(8 * 512 + 1, dtype=np.float32) / np.float32(512)
     near = [marks.view(np.uint32) + np.uint32(d % 2**32) for d in (-2, -1, 0, 1, 2)]
@@ -207,7 +207,7 @@ def test_midpoint_codes_of_every_byte():
 
 
 @pytest.mark.parametrize("number", [6, 1536])
-def test_a_quotient_of_three_instructions(number):
+def test_division_in_three_instructions_is_exact(number):
     """Oracle: NumPy's division. The steps that a GPU is given, in float64, where the remainder is exact, and so is what
     is left of it after the float32 grid is taken out; every bf16, and a binade of float32.
     """
@@ -225,7 +225,7 @@ def test_a_quotient_of_three_instructions(number):
 
 
 @pytest.mark.slow
-def test_stochastic_codes_where_the_definition_rounds_its_sum():
+def test_stochastic_codes_of_every_byte_equal_table():
     """Every byte for magnitudes a few units from each multiple of 1/512 up to 8, and for the smallest and largest."""
     marks = np.arange(8 * 512 + 1, dtype=np.float32) / np.float32(512)
     near = [marks.view(np.uint32) + np.uint32(d % 2**32) for d in (-40, -3, -2, -1, 0, 1, 2, 9)]
@@ -243,7 +243,7 @@ def test_stochastic_codes_where_the_definition_rounds_its_sum():
     np.testing.assert_array_equal((got >> np.uint32(25)) & np.uint32(7), e2m1_codes(y[::-1], byte[::-1], "stochastic"))
 
 
-def test_division_by_a_product():
+def test_constant_division_equals_integer_division():
     """Numbers of programs and tokens, up to 2**31."""
     rng = np.random.default_rng(0)
     m = NumpyLaneMemoryOps(4, [], 1, 1)

@@ -296,7 +296,7 @@ def test_gemm_rounds_once(layout):
 
 @pytest.mark.parametrize("steps", [65, 17])  # of 64; fprop has another tiling below 4,096
 @pytest.mark.parametrize("layout", GEMM_LAYOUTS)
-def test_a_tile_is_summed_before_the_next_overwrites_what_it_reads(layout, steps):
+def test_gemm_tile_is_summed_before_next_tile_overwrites(layout, steps):
     """Many tiles a multiprocessor, and a last step in the first slot of shared memory, which the next tile takes first.
     Small integers: sums are exact in whatever order."""
     shapes = enumerate(shapes_of(layout, 4096, 14336, 64 * steps))
