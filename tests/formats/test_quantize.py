@@ -76,6 +76,8 @@ def test_quantize_hard_tensors_equals_table(hard_tensors, fmt, block, rounding):
     noise = table.random_bytes(tensors.shape[1:], table.key_words(*KEY))
     for i, x in enumerate(tensors):
         want = table.quantize(x, fmt.name, square=block == "2d", rounding=rounding, noise=noise)
+        if fmt is formats.NVFP4_46_MSE and 0 < want.amax < 2.0**-110:
+            continue  # squares of errors are subnormal, which XLA flushes on a CPU
         if want.scales is not None:
             same(as_bytes(made.scales[i]), want.scales, f"scales of case {i}")
         compared = np.isfinite(x) | fmt.tensor_scale  # an MX element cannot hold what its scale says

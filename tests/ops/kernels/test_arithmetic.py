@@ -122,6 +122,7 @@ def test_columns(kind, hadamard, stochastic):
 
 
 CHOOSING = ["1716", "squared", "absolute", "expected"]
+FAST = ["True-1716-wide", "False-squared-ties", "True-absolute-normal", "True-expected-normal"]
 
 
 @functools.cache
@@ -136,7 +137,7 @@ def chosen_data(kind: str) -> np.ndarray:
     return x
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast_cases=FAST)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", CHOOSING)
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -170,10 +171,6 @@ def test_rows_and_columns_of_any_rule_equal_table(kind, rule, stochastic):
         np.testing.assert_array_equal(array(got[8:], np.uint8), scale_bytes)
 
 
-FAST = ["plain-ties", "plain-negative_zero", "1716-wide", "squared-ties", "absolute-normal", "expected-normal"]
-
-
-@pytest.mark.slow(fast_cases=FAST)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["plain", *CHOOSING])
 def test_float32_blocks_of_any_rule_equal_table(kind, rule):
@@ -262,7 +259,6 @@ def test_hadamard_amax(kind):
     assert got == np.abs(oracle.hadamard_tokens(x)).max()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_square(kind):
     rng = np.random.default_rng(5)
