@@ -5,7 +5,7 @@
 
 `qdot`, `mlp` and `grouped_qdot` with their VJPs. All recipes run eagerly on one device, under both CPU backends, and
 under jit on fsdp=4,tensor=2; FEW of them in other variants and on the other meshes of the tests. `halfbyte train demo`
-runs six steps. Digests hold for one JAX version and one kind of CPU. tests/ops/bits.py has the kernels.
+runs six steps. Digests hold for one JAX version and one kind of CPU. Kernels have tests in tests/ops/kernels.
 """
 
 import argparse

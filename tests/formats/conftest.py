@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # format_oracle: the definitions in NumPy
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("formats", "oracle")]
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""QTensor: what it stands for, how it is packed. Oracle: NumPy's float32 product of the stored parts."""
+"""QTensor: dequantization, packing, swizzled scales. Oracle: `oracle_table`; NumPy's float32 product of the parts."""
 
 import functools
 
-import format_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_table as table
 import pytest
 from other_formats import MXFP6
 
@@ -44,12 +44,12 @@ def spread(scales, size, shape, square):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fmt, block", CASES)
-def test_dequantize(hard_tensors, fmt, block):
+def test_dequantize_hard_tensors_equals_float32_product(hard_tensors, fmt, block):
     """element * block scale is exact, times 1/S is rounded once; subnormal results included."""
     made, values, unpacked, _ = compiled(fmt, block)(hard_tensors)
     subnormal = 0
     for i in range(len(hard_tensors)):
-        elements = oracle.value_of(np.asarray(made.codes[i]), fmt.element.name)
+        elements = table.decode(np.asarray(made.codes[i]), fmt.element.name)
         expected = elements
         with np.errstate(under="ignore", over="ignore"):  # 1.75 * 2**127 rounds up to 4 * 2**126, which is infinity
             if made.scales is not None:
@@ -64,29 +64,28 @@ def test_dequantize(hard_tensors, fmt, block):
         np.testing.assert_array_equal(np.asarray(before).view(np.uint8), np.asarray(after).view(np.uint8))
 
 
-def test_packed_bytes(hard_tensors):
+def test_packed_of_hard_tensors_equals_table(hard_tensors):
     made, *_, packed = compiled(NVFP4, "1d")(hard_tensors)
-    codes = np.asarray(made.codes)
-    np.testing.assert_array_equal(packed, codes[..., ::2] | codes[..., 1::2] << 4)
+    np.testing.assert_array_equal(packed, table.pack(np.asarray(made.codes)))
     made, *_, packed = compiled(FP8, "1d")(hard_tensors)
     np.testing.assert_array_equal(packed, made.codes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, -2, 0])
-def test_packing_and_back(axis):
+def test_pack_nibbles_any_axis_equals_table(axis):
     codes = np.random.default_rng(0).integers(0, 16, (6, 4, 8)).astype(np.uint8)
     packed = pack_nibbles(jnp.asarray(codes), axis=axis)
-    assert packed.size == codes.size // 2
+    np.testing.assert_array_equal(packed, table.pack(codes, axis))
     np.testing.assert_array_equal(unpack_nibbles(packed, axis=axis), codes)
 
 
-def test_packing_an_odd_axis():
+def test_pack_nibbles_odd_axis_is_refused():
     with pytest.raises(ValueError, match="even axis, got 5"):
         pack_nibbles(jnp.zeros((4, 5), jnp.uint8))
 
 
-def test_a_pytree_that_jit_takes_and_gives(hard_tensors):
+def test_qtensor_is_a_pytree(hard_tensors):
     made, *_ = compiled(NVFP4, "1d")(hard_tensors)
     leaves, structure = jax.tree.flatten(made)
     assert len(leaves) == 4
@@ -97,15 +96,8 @@ def test_a_pytree_that_jit_takes_and_gives(hard_tensors):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows, columns", [(128, 4), (1, 1), (200, 6), (130, 3)])
-def test_scale_tiles_are_padded_with_zeros(rows, columns):
-    """Where scale (r, c) lies, from the layout's definition, byte by byte."""
+def test_swizzle_scales_partial_tile_is_zero_padded(rows, columns):
     compact = (np.arange(rows * columns) % 251 + 1).astype(np.uint8).reshape(rows, columns)
-    column_tiles = -(-columns // 4)
-    expected = np.zeros(-(-rows // 128) * column_tiles * 512, np.uint8)
-    for r in range(rows):
-        for c in range(columns):
-            tile = (r // 128) * column_tiles + c // 4
-            expected[tile * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4] = compact[r, c]
     tiled = swizzle_scales(jnp.asarray(compact))
-    np.testing.assert_array_equal(tiled, expected)
+    np.testing.assert_array_equal(tiled, table.swizzle(compact))
     np.testing.assert_array_equal(unswizzle_scales(tiled, rows, columns), compact)

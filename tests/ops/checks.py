@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
+import oracle_linear as oracle
 from instruments import watched
 
 import halfbyte as hb

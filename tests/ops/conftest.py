@@ -1,5 +1,5 @@
-"""The oracle, the shapes and the instruments of these tests are modules beside them, which benchmarks also import; the
-readers of programs are those of tests/hlo."""
+"""Shapes and instruments are modules next to the tests, which benchmarks also import; oracles are in tests/oracle, and
+readers of programs in tests/hlo."""
 
 import pathlib
 import sys
@@ -9,7 +9,8 @@ import pytest
 
 from halfbyte import kernels
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1] / "hlo")]
+TESTS = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / folder) for folder in ("ops", "oracle", "hlo")]
 
 
 @pytest.fixture

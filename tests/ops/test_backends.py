@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
+import oracle_linear as oracle
 import pytest
 from checks import F8_SUMS, KEY, TOLERANCE, check_linear, matrix, rounded, tensors
 from instruments import quick
@@ -54,7 +54,7 @@ def test_a_backend_serves_something_somewhere(backend):
     assert serves_something(BACKENDS[backend])
 
 
-def test_a_backend_that_serves_nothing_is_found_out():
+def test_backend_that_serves_nothing_is_found():
     idle = dataclasses.replace(BACKENDS["emulated"], name="idle", format_mismatch=lambda recipe: "it serves nothing")
     assert not serves_something(idle)
 
@@ -62,7 +62,7 @@ def test_a_backend_that_serves_nothing_is_found_out():
 @pytest.mark.slow(fast_cases=["emulated-nvfp4-2x48.48.80-bfloat16"])
 @pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
-def test_conformance(backend, name, shape, dtype):
+def test_backend_gemms_equal_oracle(backend, name, shape, dtype):
     recipe = hb.recipe(name)
     reason = BACKENDS[backend].unsupported_reason(problem(recipe, shape))
     if reason is not None:
@@ -125,7 +125,7 @@ LAID_OUT = [("nvfp4", BLOCKS_OF_16[4]), ("nvfp4", BLOCKS_OF_16[5]), ("mxfp8", BL
 @pytest.mark.slow(fast_cases=["mxfp8-shape2"])
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name, shape", LAID_OUT)
-def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
+def test_native_operand_layout_equals_oracle(name, shape, monkeypatch):
     """On any machine: with cuDNN's call replaced by its definition and kernels interpreted, `native` gives the oracle's
     GEMMs.
 
@@ -141,7 +141,7 @@ def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
 
 @pytest.mark.slow(fast_cases=["mxfp8-shape1"])
 @pytest.mark.parametrize("name, shape", [LAID_OUT[0], LAID_OUT[2]])
-def test_native_hands_scaled_matmul_the_right_operands(name, shape, monkeypatch):
+def test_native_scaled_matmul_operands_equal_oracle(name, shape, monkeypatch):
     """The same of the plain way: the one of Hopper, of old cuDNNs and of programs that the compiler cuts."""
     monkeypatch.setattr(jax.nn, "scaled_matmul", block_scaled_product)
     monkeypatch.setattr(cudnn_block_scaled, "cudnn_version", lambda device: (9, 12, 0))
@@ -156,7 +156,7 @@ def choose_native(name, shape):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-def test_a_bfloat16_result_loses_no_bit_of_the_factor(monkeypatch):
+def test_native_bf16_result_keeps_every_bit_of_alpha(monkeypatch):
     """The power of two goes into the call and the rest onto its result: bf16(bf16(sums * 2^e) * m), to the bit."""
     monkeypatch.setattr(cudnn_block_scaled, "cudnn_block_scaled_call", cudnn_call)
     x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
@@ -184,7 +184,7 @@ def test_a_factor_is_split_without_loss(factor):
         assert power == 1
 
 
-def test_auto_is_native_exactly_where_the_device_trains_in_the_format():
+def test_auto_is_native_where_device_trains_in_format():
     shape = BLOCKS_OF_16[4]
     for device, name, want in (
         ("b200", "nvfp4", "native"),
@@ -221,7 +221,7 @@ def test_auto_goes_by_the_unit_that_a_format_names():
 
 
 @pytest.mark.parametrize("gemm, sizes", [("fprop", (64, 48, 64)), ("dgrad", (64, 64, 48)), ("wgrad", (48, 64, 64))])
-def test_native_refuses_contractions_that_are_not_multiples_of_32(gemm, sizes):
+def test_native_refuses_k_that_is_no_multiple_of_32(gemm, sizes):
     case = ops.LinearProblem(hb.recipe("nvfp4"), *sizes, device=B200)
     with pytest.raises(ValueError, match=rf"backend 'native' cannot serve recipe nvfp4: {gemm} sums over 48.*32.*auto"):
         ops.choose_backend("native", case)
@@ -242,7 +242,7 @@ def test_native_says_which_formats_it_lacks():
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0, 32)])
-def test_an_empty_batch_is_named(shape):
+def test_qdot_of_empty_batch_is_refused(shape):
     with pytest.raises(ValueError, match="empty batch"):
         ops.qdot(jnp.zeros(shape), jnp.zeros((32, 16)), recipe="nvfp4", key=KEY)
 

@@ -1,15 +1,15 @@
 """Delayed scaling of a linear: six steps with a history of three, so that entries leave it, against the oracle.
 
-Oracle: `delayed_oracle`, written from the rule. Tolerances as in `test_qdot`.
+Oracle: `oracle_linear.DelayedLinear`, written from the rule. Tolerances as in `test_qdot`.
 """
 
 import dataclasses
 import functools
 
-import delayed_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_linear
 import pytest
 from checks import F8_SUMS, KEY, TOLERANCE, assert_rounded, matrix, tensors
 from instruments import quick
@@ -50,13 +50,13 @@ def fresh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("emulated", "bfloat16")])
-def test_six_steps_are_those_of_the_rule(backend, dtype):
-    theirs, ours = delayed_oracle.Linear(SHORT.amax_history_len), fresh()
+def test_delayed_scaling_six_steps_equal_oracle(backend, dtype):
+    theirs, ours = oracle_linear.DelayedLinear(SHORT.amax_history_len), fresh()
     run = jax.jit(lambda *given: linear(*given, backend=backend), compiler_options=quick)
     saturated = 0
     tolerance = F8_SUMS if backend == "emulated" and jax.default_backend() == "gpu" else TOLERANCE
     for x, w, dy in steps(dtype):
-        scales = [np.float32(tensor.scale) for tensor in (theirs.x, theirs.w, theirs.dy)]
+        scales = [np.float32(tensor.scale) for tensor in theirs.tensors]
         expected = theirs.step(matrix(x), matrix(w), matrix(dy))
         *results, seen = run(x, w, dy, ours["amaxes"])
         for result, want in zip(results, expected.values(), strict=True):

@@ -20,6 +20,7 @@ print("traced", len(traced))
 """
 
 
+@pytest.mark.slow(fast_cases=["apply_recipe"])
 @pytest.mark.parametrize(
     "line",
     [

@@ -41,8 +41,8 @@ def same(found: Operand, expected: Operand) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
-def test_operands_equal_the_definition(roles) -> None:
+@pytest.mark.parametrize("roles", [("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
+def test_fp8_operands_equal_reference(roles) -> None:
     requests = [operand_spec(FP8, role, None) for role in roles]
     found = jax.jit(lambda x: PASSES.quantize(x, requests), compiler_options=quick)(X)
     expected = jax.jit(lambda x: XLA_PASSES.quantize(x, requests), compiler_options=quick)(X)
@@ -50,7 +50,7 @@ def test_operands_equal_the_definition(roles) -> None:
 
 
 @pytest.mark.slow
-def test_one_cast_writes_the_row_and_keeps_the_transpose() -> None:
+def test_fp8_cast_writes_row_and_keeps_transpose() -> None:
     wanted = [operand_spec(FP8, "fprop_x", None), operand_spec(FP8, "wgrad_x", None, kept=True)]
     row, kept = PASSES.quantize(X, wanted)
     assert row.as_stored.shape == X.shape and row.transposed is None and kept.as_stored is None
@@ -59,7 +59,7 @@ def test_one_cast_writes_the_row_and_keeps_the_transpose() -> None:
 
 
 @pytest.mark.slow
-def test_swiglu_operands_equal_those_of_the_numbers_it_makes() -> None:
+def test_fp8_swiglu_operands_equal_reference() -> None:
     pair = [operand_spec(FP8, role, None) for role in ("dgrad_dy", "wgrad_dy")]
     ahead, kept = [operand_spec(FP8, "fprop_x", None)], [operand_spec(FP8, "wgrad_x", None)]
 
@@ -82,10 +82,8 @@ def test_swiglu_operands_equal_those_of_the_numbers_it_makes() -> None:
         assert all(same(a, b) for a, b in zip((*dg, *du, h), expected, strict=True))
 
 
-@pytest.mark.slow(fast_cases=["bfloat16"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_weight_comes_in_both_orders(dtype) -> None:
-    w = normal(1, 128, 256).astype(dtype)
+def test_fp8_weight_in_both_orders_equals_reference() -> None:
+    w = normal(1, 128, 256).astype(jnp.bfloat16)
     assert (
         ops.choose_backend(
             "fp8", LinearProblem(FP8, 128, 128, 256, H200, weight_dtype=w.dtype.name)
@@ -123,7 +121,7 @@ def gemms(passes, gemm, x, w, dy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_call", [False, True])
-def test_the_scales_are_applied_in_float32(one_call) -> None:
+def test_fp8_gemm_applies_scales_in_float32(one_call) -> None:
     """x and dy have one number other than 0 in each row and column, so every sum has one term and only the scales can
     differ: by the order of two float32 products, not by the 2^-9 of a scale rounded to bfloat16."""
     if one_call and jax.default_backend() != "gpu":
@@ -163,19 +161,19 @@ def test_the_scales_are_applied_in_float32(one_call) -> None:
         ({"tokens": 48}, "128"),
     ],
 )
-def test_it_says_why_it_cannot_serve(change, reason) -> None:
+def test_fp8_unsupported_problem_says_why(change, reason) -> None:
     given = {"recipe": FP8, "tokens": 256, "inputs": 256, "outputs": 512, "device": H200} | change
     assert reason in fp8.BACKEND.unsupported_reason(LinearProblem(**given))
 
 
 @pytest.mark.parametrize("name", ["h200", "gb200"])
-def test_auto_takes_it_for_fp8_on_one_gpu(name) -> None:
+def test_auto_chooses_fp8_on_one_gpu(name) -> None:
     problem = LinearProblem(FP8, 256, 256, 512, devices.device_by_name(name))
     assert ops.choose_backend("auto", problem).name == "fp8"
     assert "fused" not in ops.rejected_backends(problem, "fp8")
 
 
-def test_a_stray_gemm_is_found_by_its_scope() -> None:
+def test_unexpected_fp8_gemm_is_found_by_scope() -> None:
     good = '%c = custom-call(%a), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="f8_call/dot_general"}'
     bad = good.replace("$f8", "")
     fused = '%f = bf16[8,8] fusion(%a), metadata={op_name="f8_call/dot"}, backend_config={"kind":"__KIND"}'
@@ -185,7 +183,7 @@ def test_a_stray_gemm_is_found_by_its_scope() -> None:
     assert fp8.unexpected_fp8_gemms("\n".join([good, bad, *kinds, other, rounded])) == [bad, *kinds[:2], rounded]
 
 
-def test_a_function_traced_inside_one_call_is_traced_again_outside() -> None:
+def test_fuse_scales_retraces_outside_its_context() -> None:
     """JAX keeps what it traced. The GEMM of a program with the options, in one without them, would round its scales."""
     linear = jax.jit(lambda x, w: ops.qdot(x, w, recipe=FP8))
     x, w = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 256), jnp.float32)
@@ -201,7 +199,7 @@ def test_a_function_traced_inside_one_call_is_traced_again_outside() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("amax, factor", [(3.5, 1 / 128), (0.0, 1.0), (np.inf, np.nan), (np.nan, np.nan)])
-def test_the_factor_is_that_of_the_scale_vector_and_of_its_own_top(amax, factor) -> None:
+def test_scales_and_alphas_use_their_own_top(amax, factor) -> None:
     bits = kernels.amax_to_bits(jnp.float32([1.0, amax])) if amax else jnp.zeros((2,), jnp.int32)
     first, second = kernels.compute_scales_and_alphas(bits, bits, tops=(448.0, 896.0))
     for (vector, found), want in ((first, factor), (second, factor / 2 if amax else factor)):
@@ -209,7 +207,7 @@ def test_the_factor_is_that_of_the_scale_vector_and_of_its_own_top(amax, factor)
 
 
 @pytest.mark.slow
-def test_weights_of_all_layers_at_once_are_those_of_each() -> None:
+def test_fp8_weights_under_vmap_equal_each_layer() -> None:
     """What `quantize_stacks` does for passes that batch; the layers' maxima differ."""
     stack = normal(9, 3, 128, 256) * jnp.float32([1.0, 0.01, 30.0])[:, None, None]
     make = functools.partial(PASSES.quantize_weight, spec=OperandSpec(recipe("fp8").fprop_w, -2))
@@ -222,7 +220,7 @@ def test_weights_of_all_layers_at_once_are_those_of_each() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["operands", "input"])
-def test_an_mlp_computes_what_emulated_computes(mode) -> None:
+def test_fp8_mlp_agrees_with_emulated(mode) -> None:
     """All nine GEMMs and both casts of each tensor, forward and backward, through the backend as `auto` chooses it."""
     x = normal(5, 128, 128).astype(jnp.bfloat16)
     weights = [normal(6 + i, *shape) * 0.1 for i, shape in enumerate(((128, 256), (128, 256), (256, 128)))]
@@ -240,7 +238,7 @@ def test_an_mlp_computes_what_emulated_computes(mode) -> None:
         assert np.linalg.norm(a - b) <= 2**-9 * np.linalg.norm(b)
 
 
-def test_a_function_traced_for_one_device_is_traced_again_for_another() -> None:
+def test_compile_for_retraces_for_another_device() -> None:
     chosen = []
 
     @jax.jit

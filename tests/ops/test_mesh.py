@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import mesh_program
 import numpy as np
-import oracle
+import oracle_linear as oracle
 import pytest
 from checks import KEY, assert_rounded, matrix
 from instruments import quick
@@ -25,9 +25,6 @@ import halfbyte as hb
 from halfbyte import ops
 from halfbyte.distributed.supervisor import reserved_port
 
-MESHES = [(1, 1), (4, 1), (2, 2), (1, 4)]
-BOTH_WAYS = [(1, 1), (2, 2)]
-
 
 def mesh(shape):
     devices = jax.devices("cpu")[: shape[0] * shape[1]]
@@ -35,9 +32,8 @@ def mesh(shape):
 
 
 @functools.cache
-def operands(shape):
-    ways = ("compiler", "parts") if shape in BOTH_WAYS else ("parts",)
-    return mesh_program.flat(mesh_program.run(mesh(shape), ways))
+def operands(shape, way="parts"):
+    return mesh_program.flat(mesh_program.run(mesh(shape), (way,)))
 
 
 def assert_equal(got, want):
@@ -46,27 +42,31 @@ def assert_equal(got, want):
         np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
-@pytest.mark.slow(fast_cases=["1x4"])
-@pytest.mark.parametrize("shape", MESHES[1:], ids=lambda s: f"{s[0]}x{s[1]}")
-def test_operands_are_the_same_on_every_mesh(shape):
-    assert_equal(operands(shape), {name: operands((1, 1))[name] for name in operands(shape)})
+def whole():
+    """On one device, without shard_map, under the names of `parts`."""
+    return {name.replace("compiler", "parts"): value for name, value in operands((1, 1), "compiler").items()}
 
 
-def test_parts_are_the_definition_of_the_whole():
-    made = operands((1, 1))
-    for name in made:
-        np.testing.assert_array_equal(made[name], made[name.replace("parts", "compiler")], err_msg=name)
+@pytest.mark.slow(fast_cases=["2x2"])
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (2, 2), (1, 4)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_operands_on_any_mesh_equal_those_of_one_device(shape):
+    assert_equal(operands(shape), whole())
 
 
 @pytest.mark.slow
-def test_a_part_that_does_not_know_its_place_is_found(monkeypatch):
+def test_operands_sharded_by_xla_equal_those_of_one_device():
+    assert_equal(operands((2, 2), "compiler"), operands((1, 1), "compiler"))
+
+
+@pytest.mark.slow
+def test_shard_without_its_offset_is_found(monkeypatch):
     monkeypatch.setattr("halfbyte.ops.operand.shard_offsets", lambda shape, cut: (0,) * len(shape))
-    lost, right = mesh_program.flat(mesh_program.run(mesh((2, 1)), ways=("parts",))), operands((1, 1))
+    lost, right = mesh_program.flat(mesh_program.run(mesh((2, 1)), ways=("parts",))), whole()
     wrong = {name for name, value in lost.items() if not np.array_equal(value, right[name])}
     assert wrong == {f"parts {role}.0" for role in ("dgrad_dy", "wgrad_dy")}  # those that round stochastically
 
 
-def test_the_amax_is_of_the_whole_tensor():
+def test_amax_is_of_the_whole_tensor():
     """It lies in one corner: a scale of the shard's own would miss it on three devices of four."""
     for role, tensor in mesh_program.TENSOR_OF.items():
         if role not in ("wgrad_x", "wgrad_dy"):  # those see it spread over sixteen tokens
@@ -74,7 +74,7 @@ def test_the_amax_is_of_the_whole_tensor():
 
 
 @pytest.mark.slow
-def test_two_processes_of_two_devices(tmp_path):
+def test_operands_of_two_processes_equal_one_device(tmp_path):
     """fsdp lies over the processes, tensor inside each."""
     out = tmp_path / "operands.npz"
     source = pathlib.Path(hb.__file__).parents[1]
@@ -92,11 +92,11 @@ def test_two_processes_of_two_devices(tmp_path):
                 rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     with np.load(out) as saved:
-        assert_equal(dict(saved), {name: value for name, value in operands((1, 1)).items() if "parts" in name})
+        assert_equal(dict(saved), whole())
 
 
 @pytest.mark.slow
-def test_fsdp_and_tensor_sharding_of_a_weight():
+def test_qdot_on_fsdp_and_tensor_mesh_equals_oracle():
     """On 2x2: results of the oracle; dw rests where w does; what is kept of w are shards of codes."""
     grid = mesh((2, 2))
     stored = NamedSharding(grid, P("fsdp", "tensor"))

@@ -1,12 +1,14 @@
-"""Oracle: the definition on one device. What must be found: a part that does not know where it lies."""
+"""Operands of a sharded tensor. Oracle: the reference on one device; a shard without its offset must be seen."""
 
 import jax
+import pytest
 
 from halfbyte.ops import selftest_operands, selftest_reference_operands
 from halfbyte.recipes import recipe
 
 
-def test_a_cut_tensor_gives_the_operands_of_one_device(quick_compiles, monkeypatch):
+@pytest.mark.slow
+def test_sharded_operands_equal_those_of_one_device(quick_compiles, monkeypatch):
     chosen, devices, made = recipe("nvfp4"), jax.devices("cpu")[:2], []
 
     def once(*tensors):

@@ -169,7 +169,7 @@ def test_swiglu_keeps_its_roundings_inside_jit():
     np.testing.assert_array_equal(wide, SILU.forward(g, u).astype(jnp.float32))
 
 
-@pytest.mark.slow(fast_cases=["gelu", "relu2"])
+@pytest.mark.slow(fast_cases=["relu2"])
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_slopes_are_those_of_the_curves(name):
     """Against JAX's own derivative of the curve, in float32, away from the kink of relu2."""

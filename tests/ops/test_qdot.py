@@ -42,7 +42,7 @@ CASES = [
 
 @pytest.mark.slow(fast_cases=["nvfp4-2x48.48.80-float32", "bf16-2x48.48.80-float32"])
 @pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
-def test_every_gemm_is_the_oracles(name, shape, dtype):
+def test_reference_gemms_equal_oracle(name, shape, dtype):
     check_linear(hb.recipe(name), *tensors(shape, dtype), backend="reference", compiler_options=quick)
 
 
@@ -69,10 +69,10 @@ def finite(results):
     return [bool(jnp.isfinite(r).all()) for r in results], [bool(jnp.isnan(r).all()) for r in results]
 
 
-@pytest.mark.slow(fast_cases=["nvfp4-nan"])
+@pytest.mark.slow(fast_cases=["fp8-nan"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8", "halfbyte"])
-def test_what_is_not_finite_is_never_hidden(name, bad):
+def test_qdot_non_finite_operand_gives_nan(name, bad):
     """One bad number makes NaN of every result of a GEMM that reads its tensor, and of no other."""
     x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = compiled(name)
@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_never_hidden(name, bad):
 
 
 @pytest.mark.slow
-def test_random_bits_follow_the_key():
+def test_qdot_random_bits_follow_key():
     x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = compiled("nvfp4")
     step = step_key(0, 1)
@@ -105,6 +105,7 @@ def test_random_bits_follow_the_key():
         assert (dw != first[2]).mean() > 0.5, f"another {what}: wgrad"
 
 
+@pytest.mark.slow
 def test_no_two_operands_share_random_bits():
     """Steps, layers, sites and roles: the bytes of any two streams agree as often as chance has it, 1 in 256."""
     recipe = hb.recipe("nvfp4_sr_everywhere")
@@ -127,7 +128,7 @@ def transformed():
 
 
 @pytest.mark.slow
-def test_hadamard_operands_cancel_exactly_where_nothing_is_rounded():
+def test_hadamard_operands_of_small_integers_cancel():
     """Multiples of 4 up to 8: the transform is exact in bfloat16, so is every sum."""
     rng = np.random.default_rng(3)
     x, w, dy = (4 * rng.integers(-2, 3, size=s) for s in ((2, 64, 64), (64, 32), (2, 64, 32)))
@@ -137,6 +138,7 @@ def test_hadamard_operands_cancel_exactly_where_nothing_is_rounded():
     np.testing.assert_array_equal(dw, np.einsum("btk,btn->kn", x, dy))
 
 
+@pytest.mark.slow
 def test_hadamard_operands_cancel_to_rounding():
     """Each transformed operand is rounded to bfloat16 once: 2^-8 of a number, so 2^-7 of the norms for a product."""
     x, w, dy = (t.astype(jnp.float32) for t in tensors(BLOCKS_OF_16[4], "bfloat16"))
@@ -149,7 +151,7 @@ def test_hadamard_operands_cancel_to_rounding():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
-def test_a_vector_and_one_token_are_linears_too():
+def test_qdot_of_vector_equals_one_token():
     """Forward alone asks nothing of the number of tokens."""
     x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = jax.jit(functools.partial(hb.qdot, recipe=hb.recipe("nvfp4")), compiler_options=quick)
@@ -158,7 +160,7 @@ def test_a_vector_and_one_token_are_linears_too():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
-def test_out_dtype_is_the_unrounded_result():
+def test_qdot_out_dtype_is_unrounded_result():
     x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = functools.partial(hb.qdot, recipe=hb.recipe("fp8"))
     wide = jax.jit(functools.partial(run, out_dtype=jnp.float32))(x, w)

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
+import oracle_linear as oracle
 import pytest
 from checks import KEY, assert_rounded, linear, matrix, relative_error, rounded, tensors
 from instruments import quick
@@ -33,7 +33,7 @@ def results(recipe, backend, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("auto", "bfloat16")])
-def test_y_is_the_sum_of_both_products_and_gradients_are_as_without(backend, dtype):
+def test_two_term_y_is_sum_of_both_products(backend, dtype):
     x, w, dy = tensors(BLOCKS_OF_16[1], dtype)
     one, two = (results(r, backend, dtype) for r in (ONE, TWO))
     first = oracle.linear(matrix(x), matrix(w), matrix(dy), ONE, KEY)["fprop"]
@@ -102,7 +102,8 @@ def test_the_radar_knows_the_second_piece_and_sees_a_wrong_one(monkeypatch):
     assert judged()["wgrad"][0] == 0
 
 
-def test_the_radar_knows_forward_operands_that_are_quantized_once_more():
+@pytest.mark.slow
+def test_radar_judges_requantized_operands_right():
     """As `halfbyte` makes dgrad's W and wgrad's x; gradients stay in bf16, which compiles sooner."""
     once = dict.fromkeys(FORWARD_ROLE_OF.values(), OperandPolicy(NVFP4))
     again = dict.fromkeys(FORWARD_ROLE_OF, OperandPolicy(NVFP4, source="requantize_forward"))
@@ -110,7 +111,7 @@ def test_the_radar_knows_forward_operands_that_are_quantized_once_more():
     assert all(wrong == 0 and error < 1 for wrong, error in judgement(recipe, ("dgrad", "wgrad"))().values())
 
 
-def test_it_is_spelled_out_told_apart_and_refused_where_nothing_is_left_over():
+def test_remainder_recipe_text_diff_and_refusals():
     assert hb.recipe(recipe_to_text(TWO)) == TWO
     assert recipe_diff(ONE, TWO) == [("fprop_x", "remainder", False, True)]
     for name, has in (("nvfp4_remainder+bf16_forward", False), ("bf16+nvfp4_remainder_forward", True)):

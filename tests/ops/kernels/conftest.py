@@ -1,4 +1,4 @@
-"""The oracle of these tests is a module beside them, which the benchmark also imports."""
+"""Expected operands (`kernel_expected`) and compiled programs are modules next to the tests."""
 
 import pathlib
 import sys

@@ -8,19 +8,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import kernel_oracle as oracle
+import kernel_expected as oracle
 import ml_dtypes
 import numpy as np
+import oracle_table as table
 import pytest
 from instruments import activation
 from kernel_programs import RULES
 
 from halfbyte import kernels as K
-from halfbyte.formats import random_bytes, swizzle_scales
+from halfbyte.formats import random_bytes
 from halfbyte.formats.random_bits import key_words
-from halfbyte.formats.scale_rules import TWO_LEVEL
-from halfbyte.formats.selftest import VECTORS, load_vectors
-from halfbyte.kernels import ScaleLayout, nvfp4_arithmetic
+from halfbyte.kernels import ScaleLayout
 from halfbyte.kernels import nvfp4_untiled as kernel_codes
 from halfbyte.kernels.lane_memory import PtxLaneMemoryOps
 from halfbyte.kernels.mosaic_launch import launch_on_host
@@ -29,7 +28,6 @@ from halfbyte.kernels.numpy_lanes import NumpyLaneOps
 pytestmark = pytest.mark.usefixtures("interpreted", "quick_code")
 
 KEYS = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
-SHAPES = [(64, 128), (128, 256), (48, 144), (16, 16), (80, 1376), (32, 43), (160, 62)]
 
 
 def data(shape, kind="normal"):
@@ -56,7 +54,7 @@ def padded(x, multiple=16):
 
 
 def in_order(scales, order):
-    return scales if order is ScaleLayout.PLAIN else np.asarray(swizzle_scales(jnp.asarray(scales)))
+    return scales if order is ScaleLayout.PLAIN else table.swizzle(scales)
 
 
 def rows_of(x, order, noise=None):
@@ -76,10 +74,8 @@ def same(got, want):
         np.testing.assert_array_equal(np.asarray(a), b)
 
 
-@pytest.mark.slow(fast_cases=["(48, 144)-ScaleLayout.PLAIN"])
-@pytest.mark.parametrize("order", ScaleLayout)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_and_columns_in_one_read(shape, order):
+def test_codes_of_rows_and_columns_equal_table():
+    shape, order = (48, 144), ScaleLayout.PLAIN
     x = data(shape, "zero_scales")
     turned = oracle.hadamard_tokens(x)
     got = K.quantize_tiled(
@@ -90,9 +86,9 @@ def test_rows_and_columns_in_one_read(shape, order):
     same(got, [*rows_of(x, order), *columns_of(x, order)])
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (48, 43)], ids=str)
-def test_stochastic(shape):
-    x, order = data(shape, "wide"), ScaleLayout.TILED
+def test_codes_stochastic_tiled_scales_equal_table():
+    shape, order = (48, 43), ScaleLayout.TILED
+    x = data(shape, "wide")
     noise = [oracle.random_bytes(*shape, key) for key in KEYS]
     got = K.quantize_tiled(
         jnp.asarray(x),
@@ -102,15 +98,9 @@ def test_stochastic(shape):
     same(got, [*rows_of(x, order, noise[0]), *columns_of(x, order, noise[1], hadamard=False)])
 
 
-@pytest.mark.slow(fast_cases=["64 bits"])
-@pytest.mark.parametrize(
-    ("whole", "offset"),
-    [((4, 96, 400), (2, 16, 144)), ((64, 2**18, 2**12), (62, 2**17 + 32, 640))],
-    ids=["32", "64 bits"],
-)
-def test_a_part_takes_the_random_bytes_of_its_elements(whole, offset):
-    """Of an array whose random words have numbers of 32 bits, and of one that needs more."""
-    shape, key = (2, 32, 128), jax.random.key(3)
+def test_codes_of_window_take_random_bytes_of_their_elements():
+    """Of an array whose words have indices of more than 32 bits."""
+    (whole, offset), shape, key = ((64, 2**18, 2**12), (62, 2**17 + 32, 640)), (2, 32, 128), jax.random.key(3)
     x = data((64, 128), "wide")
     noise = random_bytes(key, shape, offset=offset, global_shape=whole, aligned=True)
     words, window = jnp.stack(key_words(key)), K.GlobalWindow.from_offset(shape, offset, whole)
@@ -123,10 +113,8 @@ def test_a_part_takes_the_random_bytes_of_its_elements(whole, offset):
     same(got, [*rows_of(x, ScaleLayout.PLAIN, noise), *columns_of(x, ScaleLayout.PLAIN, noise, hadamard=False)])
 
 
-@pytest.mark.slow(fast_cases=["(64, 128)"])
-@pytest.mark.parametrize("shape", [(64, 128), (48, 72)], ids=str)
-def test_swiglu(shape):
-    rng, order = np.random.default_rng(8), ScaleLayout.PLAIN
+def test_codes_of_swiglu_equal_table():
+    rng, order, shape = np.random.default_rng(8), ScaleLayout.PLAIN, (48, 72)
     g, u, d = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for _ in range(3))
     dg, du, h = (np.asarray(a) for a in activation(*map(jnp.asarray, (g, u, d))))
     key, more = jnp.asarray(KEYS[0]), {"code_scale_layout": order}
@@ -162,34 +150,7 @@ def host_launch(body, arrays, outputs, *, name, **sizes):
     return launch_on_host(body, arrays, outputs, **sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", ["nvfp4_1d", "nvfp4_2d", "nvfp4_hadamard", "nvfp4_stochastic"])
-def test_stored_vectors(group, monkeypatch):
-    """The answers that `formats` is checked with, outside XLA, which would flush the subnormal ones."""
-    monkeypatch.setattr(kernel_codes, "launch_flat", host_launch)
-    stored, order = load_vectors(VECTORS)[group], ScaleLayout.PLAIN
-    key = np.stack(key_words(jnp.asarray(stored["key"]))) if group == "nvfp4_stochastic" else None
-    for x, codes, scales, amax in zip(*(stored[f] for f in ("x", "codes", "scales", "amax")), strict=True):
-        values, factors = x.view(ml_dtypes.bfloat16), oracle.scale_vector(amax.view(np.float32))
-        with jax.disable_jit():
-            if group == "nvfp4_2d":
-                pair = [(8, np.uint8), (1, np.uint8)]
-                made = functools.partial(nvfp4_arithmetic.quantize_2d, packed=True)
-                got = kernel_codes.quantize_weight_rows(
-                    values.astype(np.float32), [factors], pair, made, TWO_LEVEL, name=""
-                )
-                same(got, [oracle.pack_tokens(codes), np.repeat(scales, 16, 1)])
-                continue
-            elif group == "nvfp4_hadamard":
-                got = K.quantize_tiled(
-                    np.ascontiguousarray(values.T), columns=K.ColumnwiseOperand(factors, code_scale_layout=order)
-                )
-            else:
-                got = K.quantize_tiled(values, rows=K.RowwiseOperand(factors, key, code_scale_layout=order))
-        same(got, [oracle.pack_tokens(codes.T).T, scales])
-
-
-def test_a_forward_operand_of_subnormal_numbers(monkeypatch):
+def test_requantized_subnormal_operand_equals_table(monkeypatch):
     """What it stands for is float32 of every size; outside XLA, as above."""
     monkeypatch.setattr(kernel_codes, "launch_flat", host_launch)
     small = (data((32, 96), "normal").astype(np.float32) * np.float32(1e-38)).astype(ml_dtypes.bfloat16)
@@ -218,13 +179,8 @@ def bits(x):
     return np.asarray(x).view(np.uint16)
 
 
-@pytest.mark.slow(fast_cases=["(16, 133)"])
-@pytest.mark.parametrize(
-    "shape",
-    [(48, 144), (32, 43), (16, 62), (32, 129), (16, 133), (32, 125), (16, 127), (16, 258), (16, 3), (144, 131)],
-    ids=str,
-)
-def test_carriers_of_widths_that_no_tile_divides(shape):
+def test_carriers_of_width_that_no_tile_divides_equal_table():
+    shape = (16, 133)
     x = data(shape, "wide")
     turned, key = oracle.hadamard_tokens(x), jnp.asarray(KEYS[0])
     found = [np.asarray(part).max().view(np.float32) for part in K.partial_amax(jnp.asarray(x))]
@@ -244,10 +200,9 @@ def test_carriers_of_widths_that_no_tile_divides(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [67, 131])
-def test_swiglu_carriers_of_an_odd_width(width):
+def test_swiglu_carriers_of_odd_width_equal_those_of_tensors():
     """Two columns a lane. Oracle: the carriers of the tensors themselves, four columns a lane."""
-    g, u, d = (jnp.asarray(data((32, width), name)) for name in ("wide", "normal", "normal"))
+    g, u, d = (jnp.asarray(data((32, 67), name)) for name in ("wide", "normal", "normal"))
     factors, key = scale(3.0), jnp.asarray(KEYS[0])
     row, column = K.RowwiseOperand(factors, key), K.ColumnwiseOperand(factors, key)
     got = K.swiglu_quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
@@ -258,8 +213,8 @@ def test_swiglu_carriers_of_an_odd_width(width):
         np.testing.assert_array_equal(bits(found), bits(right))
 
 
-@pytest.mark.parametrize("shape", [(48, 144), (32, 43)], ids=str)
-def test_weights_of_widths_that_no_tile_divides(shape):
+def test_weight_of_width_that_no_tile_divides_equals_table():
+    shape = (32, 43)
     w = data(shape, "wide").astype(np.float32) * np.float32(1.001)
     parts = K.weight_partial_amax(jnp.asarray(w))
     assert np.asarray(parts).max().view(np.float32) == top(w)
@@ -270,18 +225,15 @@ def test_weights_of_widths_that_no_tile_divides(shape):
     same(packed, [oracle.pack_tokens(codes)[:, : shape[1]], scales])
 
 
-def test_scale_order_is_the_tiling():
-    """Row r and scale c lie in tile (r // 128, c // 4) at (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4."""
+def test_tiled_layout_index_equals_swizzle():
     rows, scales = 300, 10
     r, c = np.meshgrid(np.arange(rows, dtype=np.uint32), np.arange(scales, dtype=np.uint32), indexing="ij")
     got = ScaleLayout.TILED.index(NumpyLaneOps(4), r, c, scales)
-    want = (r // 128 * 3 + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
-    np.testing.assert_array_equal(got, want)
     numbers = np.arange(rows * scales).reshape(rows, scales)
-    np.testing.assert_array_equal(np.asarray(swizzle_scales(jnp.asarray(numbers)))[got], numbers)
+    np.testing.assert_array_equal(table.swizzle(numbers)[got], numbers)
 
 
-def test_mixed_operands_are_refused():
+def test_quantize_tiled_mixed_operands_are_refused():
     x, s = jnp.zeros((16, 128), jnp.bfloat16), scale(1.0)
     with pytest.raises(ValueError, match="carriers or codes"):
         K.quantize_tiled(
@@ -294,7 +246,7 @@ def test_mixed_operands_are_refused():
 
 
 @pytest.mark.parametrize("width", [128, 48])
-def test_what_is_read_together_has_one_shape_and_dtype(width):
+def test_swiglu_unequal_shapes_are_refused(width):
     """A kernel without tiles would read on behind a smaller array."""
     g, side = jnp.zeros((32, width), jnp.bfloat16), scale(1)
     row, column = K.RowwiseOperand(side), K.ColumnwiseOperand(side)
@@ -320,12 +272,12 @@ def launched(monkeypatch, rule, codes=None):
 
 
 @pytest.mark.parametrize("rule, needed", [("plain", 96), ("squared", 160), ("absolute", 160), ("expected", 144)])
-def test_swiglu_s_backward_pass_has_registers_for_its_rule(monkeypatch, rule, needed):
+def test_swiglu_backward_has_registers_for_its_rule(monkeypatch, rule, needed):
     """What ptxas says that a lane has to have for fewer than 60 spilled bytes; with 96 `squared` spills 1,096."""
     assert 65536 // (128 * launched(monkeypatch, rule).programs_per_sm) >= needed
 
 
-def test_a_layer_of_4_gib_is_found():
+def test_stack_slice_address_beyond_4_gib():
     """The address of element 7 of layer 3 of a stack, as the instructions that mention it make it."""
     size, registers = 5 * 2**30, {"$1": 1 << 40, "[$2]": 3}
     machine = PtxLaneMemoryOps(2, None, {1: (2, size)})

@@ -1,7 +1,7 @@
 """Quartet II's operands on the host against the oracle, bit for bit; test_fused compares with the definition."""
 
 import jax
-import kernel_oracle as oracle
+import kernel_expected as oracle
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from halfbyte.kernels.tensor_scale_kernel import quantizer_entries
 
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 QUARTET, EDEN = formats.NVFP4_QUARTET.scale, formats.NVFP4_EDEN.scale
-SHAPES = {-2: [(128, 64), (256, 144), (128, 16)], -1: [(64, 128), (16, 256), (80, 384)]}
+SHAPES = {-2: [(256, 144)], -1: [(80, 384)]}
 KINDS = ["normal", "wide", "runs_of_zeros", "ties", "zeros", "tiny", "huge"]
 
 
@@ -79,7 +79,8 @@ def made(x, numbers, axis, forward=None, noise=None, packed=False, **more):
     drawn = ms_eden.EdenQuantization(vector(top, EDEN), **{"rule": EDEN, "key": KEY} | more)
     got = ms_eden.eden_quantize(x, signs(1), drawn, axis=axis, forward=forward, packed=packed)
     noise = oracle.random_bytes(*x.shape, KEY) if noise is None else noise
-    return got, oracle.eden(turned, noise, axis=axis % 2)
+    want = oracle.eden(turned, noise, axis=axis % 2)
+    return got, (want.codes, want.scales, want.carrier)
 
 
 class Fused(NumpyLaneOps):
@@ -104,7 +105,7 @@ def one_nan(made):
     return np.where(np.isnan(made), np.uint32(0x7FFFFFFF).view(np.float32), made)
 
 
-def test_divisions_without_a_branch_are_rounded_as_divisions_are():
+def test_prepared_division_equals_ieee_division():
     """Quotients of every size that matters, by numbers of every size, subnormal ones and those next to 1 and 2."""
     rng, m = np.random.default_rng(0), Fused(4)
     b = np.exp2(rng.uniform(-149, 126, 10**6)).astype(np.float32)
@@ -118,9 +119,9 @@ def test_divisions_without_a_branch_are_rounded_as_divisions_are():
     assert good.mean() > 0.9 and (b < np.finfo(np.float32).tiny).mean() > 0.05
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*arrays.KINDS, "inf", "nan"])
-def test_forward_operands(kind):
+@pytest.mark.slow(fast_cases=["ties"])
+@pytest.mark.parametrize("kind", ["normal", "wide", "ties", "subnormal", "huge", "inf", "nan"])
+def test_quartet_operand_in_every_layout_equals_table(kind):
     """Along rows in every layout of lanes and down columns, of bf16; of float32 down columns."""
     x = arrays.data("normal" if kind in ("inf", "nan") else kind).copy()
     if kind in ("inf", "nan"):
@@ -130,9 +131,10 @@ def test_forward_operands(kind):
     for columns, tokens in ((8, 8), (4, 16), (2, 16)):
         for machine in (NumpyLaneOps, Fused):
             got = nvfp4_arithmetic.quantize_rows_to_bf16(machine(columns), arrays.words(x, columns, tokens), how)
-            arrays.same_bits(arrays.array(got, ml_dtypes.bfloat16), oracle.quartet(x, axis=1)[2])
+            arrays.same_bits(arrays.array(got, ml_dtypes.bfloat16), oracle.quartet(x, axis=1).carrier)
     m, rows = NumpyLaneOps(4), arrays.words(x, 4, 16)
-    codes, scales, carrier, _ = oracle.quartet(x, axis=0)
+    want = oracle.quartet(x, axis=0)
+    codes, scales, carrier = want.codes, want.scales, want.carrier
     for packed in (False, True):
         got = nvfp4_arithmetic.quantize_columns_to_bf16(m, rows, how, hadamard=False, packed=packed)
         if packed:
@@ -146,13 +148,13 @@ def test_forward_operands(kind):
     got = kernel_codes.quantize_weight_rows(
         w, [scale], [(16, ml_dtypes.bfloat16)], nvfp4_weight._TRANSFORM_OF_AXIS[-2], QUARTET, name="", rounding="away"
     )
-    same(got, [oracle.quartet(w, axis=0)[2]])
+    same(got, [oracle.quartet(w, axis=0).carrier])
 
 
 @pytest.mark.slow(fast_cases=["-1-huge", "-2-runs_of_zeros"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["wide", "runs_of_zeros", "ties", "tiny", "huge"])
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_a_gradient(kind, axis):
+def test_eden_gradient_equals_table(kind, axis):
     for shape in SHAPES[axis]:
         x = data(shape, kind)
         got, (codes, scales, carrier) = made(x, x, axis)
@@ -161,23 +163,22 @@ def test_a_gradient(kind, axis):
             same(made(x, x, axis, packed=True)[0], [oracle.pack_tokens(codes), scales])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axis", [-1, -2])
-def test_what_a_forward_operand_stands_for(kind, axis):
+@pytest.mark.slow(fast_cases=["-1-wide", "-2-tiny"])
+@pytest.mark.parametrize("axis, kind", [(-1, "wide"), (-2, "tiny"), (-1, "runs_of_zeros"), (-2, "huge")])
+def test_eden_of_requantized_operand_equals_table(kind, axis):
     """x down its columns, packed, from blocks along rows; W, float32, along its rows from blocks down columns."""
     for shape in SHAPES[axis]:
         x = data(shape, kind)
         x = x.astype(np.float32) * np.float32(1.001) if axis == -1 else x
-        numbers = oracle.quartet(x, axis=axis % 2 ^ 1)[3]
+        numbers = oracle.quartet(x, axis=axis % 2 ^ 1).values
         forward = ms_eden.ForwardOperand(vector(np.abs(x.astype(np.float32)).max(), QUARTET), QUARTET, "away")
         got, (codes, scales, carrier) = made(x, numbers, axis, forward, packed=axis == -2)
         same(got, [carrier] if axis == -1 else [oracle.pack_tokens(codes), scales])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [(2, 256, 512), (2, 2**20, 2**16)])  # of 32 and of more bits
-def test_a_part_of_a_tensor_has_the_bytes_of_its_place(whole):
+def test_eden_window_takes_random_bytes_of_its_elements():
+    whole = (2, 2**20, 2**16)  # words with indices of more than 32 bits
     key, offset, shape = jax.random.key(3), (1, 128, 256), (1, 128, 128)
     noise = np.asarray(formats.random_bytes(key, shape, offset=offset, global_shape=whole, aligned=True))[0]
     words, window = np.stack(key_words(key)), GlobalWindow.from_offset(shape, offset, whole)
@@ -189,16 +190,15 @@ def test_a_part_of_a_tensor_has_the_bytes_of_its_place(whole):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize("kind", ["wide", "huge"])
-def test_every_operand_of_quartet2(kind):
+def test_quartet2_program_equals_table():
     """The program that a GPU runs in test_on_gpu, by tiles where it has them; XLA flushes subnormal numbers."""
-    x = data((128, 128), kind)
+    x = data((128, 128), "huge")
     given = x, x.astype(np.float32) * np.float32(1.001), KEY, signs(3)
     with kernels.interpret_kernels():
         same(quartet2(*given), oracle.quartet2(*given))
 
 
-def test_what_is_not_finite_is_seen():
+def test_eden_amax_sees_inf_and_nan():
     x = data((128, 128), "normal")
     for bad in (np.nan, np.inf):
         x[3, 5] = bad
