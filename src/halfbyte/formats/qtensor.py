@@ -101,7 +101,7 @@ class QTensor:
         values = decode(self.format.element, self.codes)
         if self.scales is None:
             return values
-        return values * self._spread(
+        return values * self._broadcast_to_elements(
             block_decode_scale(self._scale_values(), self.decode_scale, self.format.scale.outer_granularity)
         )
 
@@ -111,14 +111,14 @@ class QTensor:
         width = self.format.element.mantissa_bits + 1 + self.format.scale.significant_bits
         short, scale = decode(self.format.element, self.codes), self.decode_scale
         if self.format.tensor_scale and not self.format.scale.uses_effective_step:
-            short = short if self.scales is None else short * self._spread(self._scale_values())
+            short = short if self.scales is None else short * self._broadcast_to_elements(self._scale_values())
         else:
             scale = (
                 effective_block_scale(self._scale_values(), scale) if self.format.tensor_scale else self._scale_values()
             )
         if self.format.tensor_scale:
             scale = jnp.where(jnp.isnan(self.amax), jnp.float32(jnp.nan), scale)
-        scale = self._spread(scale) if scale.ndim else scale
+        scale = self._broadcast_to_elements(scale) if scale.ndim else scale
 
         def with_subnormals(short, scale):
             spread = jnp.broadcast_to(magnitude_bits(scale), short.shape)
@@ -135,7 +135,7 @@ class QTensor:
         assert self.scales is not None
         return decode_block_scales(self.scales, self.format)
 
-    def _spread(self, scales: jax.Array) -> jax.Array:
+    def _broadcast_to_elements(self, scales: jax.Array) -> jax.Array:
         """Broadcasts one value per block to its elements."""
         view = self.format.view(self.shape, block=self.block, axis=self.axis)
         # [view.shape] -> [shape]

@@ -137,7 +137,7 @@ def eden_quantize(
         if axis == -1:
             _store_rows(m, output_arg, pos, y, quantizer, state)
             return
-        operand_rows = _columns(m, y, quantizer, state(pos)[0], packed)
+        operand_rows = _quantize_columns(m, y, quantizer, state(pos)[0], packed)
         store_rows(m, output_arg, pos, operand_rows[: TOKEN_BLOCK // 2] if packed else operand_rows, 1 if packed else 2)
         if packed:
             store_rows(m, output_arg + 1, pos, operand_rows[TOKEN_BLOCK // 2 :], 1)
@@ -280,7 +280,7 @@ def _uniform(m: LaneMemoryOps, word: Word) -> Word:
     return m.fmul(m.u32_to_f32(word), 2.0**-24)
 
 
-def _columns(
+def _quantize_columns(
     m: LaneMemoryOps, y: Sequence[Words], quantizer: KernelQuantizer, state: Words, packed: bool
 ) -> list[list[Word]]:
     """Returns rows as `q.quantize_columns_to_bf16`, under MS-EDEN scales; a block takes 24 bits of one random word."""

@@ -91,7 +91,7 @@ def rms_norm_backward(
             row = m.iadd(m.imad(m.program_id(), BACKWARD_ROWS, 0), i)
             r = m.as_f32(m.load(m.address(1, row, 4))[0])
             values, carried, *gradient_rows = (load_row(m, array, row, width) for array in (0, *range(3, dx)))
-            g = functools.reduce(functools.partial(_added, m), gradient_rows)
+            g = functools.reduce(functools.partial(_add_bf16, m), gradient_rows)
             dot: Word = 0.0
             new_sums: list[Word] = []
             for k in range(width // NORM_STEP):
@@ -101,8 +101,8 @@ def rms_norm_backward(
             mean = m.fmul(_reduce_over_lanes(m, [dot], shared_start, m.and_(i, 1))[0], 1 / width)
             for k in range(width // NORM_STEP):
                 products = _products(m, _unpack_halves_alternate, values[k], g[k], r, _weights(m, 2, k))
-                grad = _packed(m, [m.fmul(r, m.fsub(gs, m.fmul(n, mean))) for n, _, gs in products])
-                m.store(_span_address(m, dx, row, k, width), _added(m, [carried[k]], [grad])[0])
+                grad = _pack_bf16(m, [m.fmul(r, m.fsub(gs, m.fmul(n, mean))) for n, _, gs in products])
+                m.store(_span_address(m, dx, row, k, width), _add_bf16(m, [carried[k]], [grad])[0])
             return new_sums
 
         sums = m.fori_loop(BACKWARD_ROWS, add_row, [0.0] * (width // 128))
@@ -138,7 +138,7 @@ def store_inverse_rms(m: LaneMemoryOps, array: int, row_indices: Words, inverses
 
 def normalize_row(m: LaneOps, words: Words, inverse: Word, weights: Words) -> list[Word]:
     """Returns h of the words of a row; `weights` has one float32 per element."""
-    return _packed(m, [m.fmul(m.fmul(v, inverse), s) for v, s in zip(_halves(m, words), weights, strict=True)])
+    return _pack_bf16(m, [m.fmul(m.fmul(v, inverse), s) for v, s in zip(_halves(m, words), weights, strict=True)])
 
 
 def validated_norm_dims(x: jax.Array) -> tuple[int, int]:
@@ -177,14 +177,14 @@ def _unpack_halves_alternate(m: LaneMemoryOps, words: Words) -> list[Word]:
     return [m.as_f32(m.prmt(w, 0, selector)) for w in words for selector in (0x1044, 0x3244)]
 
 
-def _packed(m: LaneOps, values: Words) -> list[Word]:
+def _pack_bf16(m: LaneOps, values: Words) -> list[Word]:
     return [m.pack_round(lo, hi) for lo, hi in zip(values[::2], values[1::2], strict=True)]
 
 
-def _added(m: LaneMemoryOps, a: Spans, b: Spans) -> list[list[Word]]:
+def _add_bf16(m: LaneMemoryOps, a: Spans, b: Spans) -> list[list[Word]]:
     """Returns a + b, rounded to bf16."""
     return [
-        _packed(m, [m.fadd(x, y) for x, y in zip(_halves(m, left), _halves(m, right), strict=True)])
+        _pack_bf16(m, [m.fadd(x, y) for x, y in zip(_halves(m, left), _halves(m, right), strict=True)])
         for left, right in zip(a, b, strict=True)
     ]
 
