@@ -294,7 +294,7 @@ def amax_per_outer_group(x: jax.Array, fmt: BlockFormat, *, axis: int = -1) -> j
 
 
 def all_finite(x: jax.Array) -> jax.Array:
-    """Returns a bool scalar: every element of x is finite. Costs one integer maximum over the tensor."""
+    """Returns a bool scalar, True if every element of x is finite; one integer maximum over the tensor."""
     return _amax_over(magnitude_bits(x), tuple(range(x.ndim))) < jnp.uint32(0x7F80_0000)
 
 
