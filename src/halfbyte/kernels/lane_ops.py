@@ -1,13 +1,13 @@
 """The instruction set of a lane (`LaneOps`), in which kernel bodies are written once.
 
-How it works: a body is a Python function of lane ops, called `m` throughout. `PtxLaneOps` emits one PTX instruction per
-operation, `NumpyLaneOps` evaluates the operation over arrays whose last axis is the lanes. A `Word` is 32 bits of a
+How it works: a body is a Python function of lane ops, called `m` throughout. `PtxLaneOps` emits PTX, most operations
+as one instruction; `NumpyLaneOps` evaluates them over arrays whose last axis is the lanes. A `Word` is 32 bits of a
 lane: a PTX register, an array over all lanes, or a constant (an int is bits, a float a float32). A word may hold two
 bf16 elements, the even column in its low half. Loops over a lane's elements are Python loops: they are unrolled.
 
-Why: quantizing is limited by the instructions that an SM can issue, not by bytes. A stochastic rowwise and columnwise
-pass in Pallas Triton, one jnp operation after another, took 69 machine instructions per element and half of a copy's
-bandwidth; 44 instructions gave three quarters of it (H200, docs/LOG.md, "Quantize kernels: instructions, not bytes").
+Why: above about 50 instructions per element, quantizing is limited by issue slots, not by bytes. A stochastic rowwise
+and columnwise pass in Pallas Triton, one jnp operation after another, took 69 machine instructions per element and had
+half of a copy's bandwidth; 44 instructions gave three quarters of it (H200; docs/LOG.md, "Quantize kernels").
 What saves instructions needs control of single ones: bf16x2 arithmetic, byte permutes, and shuffles by which the lanes
 of a block share the scales of its rows. A compiler that may reorder or contract float32 arithmetic would also change
 bits; here every rounding is one named operation.
