@@ -1,7 +1,7 @@
 """Number formats, exact to the bit: elements, block formats, and the quantization of a tensor.
 
-Read in this order: `elements` (one number), `scale_rules` (block and tensor scales), `block_formats` (formats as
-values), `qtensor` (quantization of a tensor, and how it is stored). `exact_float32` holds arithmetic that no compiler
+Read in this order: `elements` (one element), `scale_rules` (block and tensor scales), `block_formats` (formats as
+values), `qtensor` (quantization of a tensor, and its storage). `exact_float32` holds arithmetic that no compiler
 changes, `random_bits` the random bytes of stochastic rounding, `hadamard` the transform.
 """
 

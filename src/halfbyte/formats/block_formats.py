@@ -1,10 +1,10 @@
 """Block formats as values: an element, the block size, and the rule that computes the block scale.
 
-Adding a format is one more value here; no code compares a format's name. `hardware_unit` names the tensor-core format
-(`halfbyte.devices`) that multiplies such operands as they are; a format without one is emulated on every device.
+A new format is one more value here; no code compares a format's name. `hardware_unit` names the tensor-core format
+(`halfbyte.devices`) that multiplies such operands natively; a format without one is emulated on every device.
 
 The formats after `FORMATS` are those of recipes that followed NVFP4: each changes only the scale rule (equations and
-sources: docs/league.md). They keep `hardware_unit` where NVFP4 tensor cores multiply them as they are: E2M1 under E4M3
+sources: docs/league.md). They have a `hardware_unit` if NVFP4 tensor cores multiply them natively: E2M1 under E4M3
 scales of 16 and one per-tensor scale.
 """
 
@@ -30,15 +30,15 @@ from halfbyte.formats.scale_rules import (
 from halfbyte.renamed import renamed_members
 
 SIX_FOUR = (6.0, 4.0)
-SCALE_HEADROOM = 17 / 16  # E4M3 rounds down by 1/17 at most: nothing is left to clip
+SCALE_HEADROOM = 17 / 16  # E4M3 rounds down by 1/17 at most, so no element clips
 
 
 @renamed_members(unit="hardware_unit")
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """`block` elements along the contraction axis share a scale; None means the whole tensor.
+    """A format in which `block` elements along the contraction axis share a scale.
 
-    `element` None is no quantization at all.
+    `block` None is one scale per tensor; `element` None is no quantization (bf16).
     """
 
     name: str
@@ -73,7 +73,7 @@ class BlockFormat:
 
     @property
     def tensor_scale(self) -> bool:
-        """Whether the format has a float32 outer scale."""
+        """True if the format has a float32 outer scale."""
         return self.element is not None and self.scale.tensor_amax_target(self.element) is not None
 
     @property
@@ -82,13 +82,13 @@ class BlockFormat:
 
     @property
     def bits_per_element(self) -> float:
-        """Storage with its share of the block scale: 4.5 for NVFP4."""
+        """Stored bits per element, with its share of the block scale: 4.5 for NVFP4."""
         if self.element is None:
             return 16.0
         return self.element.stored_bits + (8 / self.block if self.block else 0.0)
 
     def tensor_scales(self, amax: jax.Array) -> TensorScales:
-        """S and 1/S of a tensor with this amax."""
+        """Returns S and 1/S for an amax."""
         assert self.element is not None
         return self.scale.tensor_scales(amax, self.element)
 

@@ -10,12 +10,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-ROWS, SCALES = 128, 4  # of a tile of swizzled scales
+ROWS, SCALES = 128, 4  # per tile of swizzled scales
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockView:
-    """`shape` is the tensor's with blocked axes split in two; `reduce_axes` are its axes that share one scale."""
+    """`shape` is the tensor's with blocked axes split in two; elements along `reduce_axes` share one scale."""
 
     shape: tuple[int, ...]
     reduce_axes: tuple[int, ...]
@@ -30,8 +30,8 @@ class BlockView:
 
 
 def block_view(shape: tuple[int, ...], size: int | None, *, block: str, axis: int = -1, name: str) -> BlockView:
-    """The view of a tensor of `shape` in blocks of `size`: runs along `axis` ("1d"), square tiles of the last two axes
-    ("2d"), or all of it (no size). `name` is the format's, for the error.
+    """Returns the view of a tensor of `shape` in blocks of `size`: runs along `axis` ("1d") or square tiles of the last
+    two axes ("2d"). `size` None is one block for the whole tensor. `name` is the format's, for errors.
     """
     if block not in ("1d", "2d"):
         raise ValueError(f'block must be "1d" or "2d", got {block!r}')

@@ -1,18 +1,18 @@
-"""Scale rules that divide: those of four over six, Quartet II and TetraJet-v2, each in its authors' own order.
+"""Scale rules that divide: four over six, Quartet II and TetraJet-v2, each in its authors' order of operations.
 
-In real numbers they are `TwoLevelScale`; a code depends on the last bit. With A the amax under the outer scale, b that
-of a block, h the headroom and k a candidate:
+In real arithmetic they are `TwoLevelScale`, but a code depends on the last bit of its scale. With A the amax under the
+outer scale, b that of a block, h the headroom and k a candidate:
 
     FourOverSixScale  S = 6 T / A;  s_k = e4m3(min(((b / 6) S) (6 / k), 448));  z = x * (1 / (s_k (1 / S)))
     QuartetScale      d = (A / T) / (6 / h);  s_k = e4m3(((b / (6 / h)) (6 / k)) / d);  z = x / (s_k d)
     TetraJetScale     the same, with s = e4m3((b / d) / 6)
 
-Quotients are rounded once (`exact_float32.divide_rne`): a compiler's own may not be.
+Quotients are rounded once (`exact_float32.divide_rne`); a compiler's own may not be.
 
 MS-EDEN (Quartet II, arXiv 2601.22813) rounds the scale stochastically instead of the elements. Elements are rounded to
-nearest, and for each 128 neighbours c = sum z^2 / sum z q says how much too long or too short they became on average; s
-c, which lies between two values of E4M3, is rounded to one of them stochastically, with the mean s c: one random number
-for 16 elements.
+nearest. For each run of 128, c = sum z^2 / sum z q is by how much rounding shortened or lengthened the run on average;
+s c, which is between two values of E4M3, is rounded stochastically to one of them, with mean s c: one random number
+per 16 elements.
 """
 
 import dataclasses
@@ -69,10 +69,10 @@ class QuartetScale(TwoLevelScale):
         return element.max / self.headroom
 
     def unrounded_block_scale(self, amax: jax.Array, outer: jax.Array, candidate: float, element: Element) -> jax.Array:
-        part = _divide_bits_by(amax, self.scaled_amax_target(element))
+        scaled_amax = _divide_bits_by(amax, self.scaled_amax_target(element))
         if candidate != element.max:
-            part = bitcast_to_uint32(bitcast_to_float32(part) * jnp.float32(element.max / candidate))
-        return bitcast_to_float32(divide_rne(part, bitcast_to_uint32(outer)))
+            scaled_amax = bitcast_to_uint32(bitcast_to_float32(scaled_amax) * jnp.float32(element.max / candidate))
+        return bitcast_to_float32(divide_rne(scaled_amax, bitcast_to_uint32(outer)))
 
     def _scales_exactly(self, blocks: BlockMagnitudes, element: Element, candidate: float) -> BlockScales:
         usable = (blocks.tensor_amax != 0) & (blocks.tensor_amax < jnp.uint32(INFINITY_BITS))
@@ -111,7 +111,7 @@ class TetraJetScale(QuartetScale):
 @renamed_members(**{**OLD_FIELDS, "group": "scale_group_size", "by_step": "uses_effective_step"})
 @dataclasses.dataclass(frozen=True)
 class MsEdenScale(QuartetScale):
-    """MS-EDEN: scales of blocks corrected for each 128 neighbours, then rounded stochastically."""
+    """MS-EDEN: block scales, corrected per run of 128 elements, then rounded stochastically."""
 
     stochastic = True
     scale_group_size = OUTER_GROUP_SIZE
@@ -125,7 +125,7 @@ class MsEdenScale(QuartetScale):
     def corrected(
         self, scales: BlockScales, scaled: jax.Array, rounded: jax.Array, view: BlockView, uniform: jax.Array
     ) -> BlockScales:
-        """Returns the scales to decode with, from z, q and a uniform number in [0, 1) per block."""
+        """Returns the scales to decode with, from z, q and one uniform in [0, 1) per block."""
         square, cross = (
             reduce_per_group(ordered_block_sum(t, view), view, jnp.add) for t in (scaled * scaled, scaled * rounded)
         )
@@ -133,21 +133,21 @@ class MsEdenScale(QuartetScale):
         corrected = scales.values * jnp.where(cross == 0, jnp.float32(1), ratio)
         below, gap = _grid_below(self.scale, jnp.minimum(corrected, jnp.float32(self.scale.max)))
         values = below + jnp.where(uniform * gap < corrected - below, gap, jnp.float32(0))
-        codes, values = self._rounded(values)  # on the grid already
+        codes, values = self._rounded(values)  # already on the grid: encodes, and applies the floor
         return scales._replace(codes=codes.astype(jnp.uint8), values=values)
 
 
 def _grid_below(scale: Element, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the largest value of a scale's type that is not larger than x, the step to the next)."""
-    least = int(np.float32(scale.min_normal).view(np.uint32))
-    binade = bitcast_to_float32(jnp.maximum(bitcast_to_uint32(x) & jnp.uint32(EXPONENT_MASK), jnp.uint32(least)))
+    """Returns (the value of the scale's grid at or below x, the step to the next value)."""
+    min_normal = int(np.float32(scale.min_normal).view(np.uint32))
+    binade = bitcast_to_float32(jnp.maximum(bitcast_to_uint32(x) & jnp.uint32(EXPONENT_MASK), jnp.uint32(min_normal)))
     gap = binade * jnp.float32(2.0**-scale.mantissa_bits)
-    inverse = bitcast_to_float32(jnp.uint32(254 << 23) - bitcast_to_uint32(gap))  # of a power of two
+    inverse = bitcast_to_float32(jnp.uint32(254 << 23) - bitcast_to_uint32(gap))  # exact: gap is a power of two
     return jnp.floor(x * inverse) * gap, gap
 
 
 def uniform_per_block(noise: jax.Array, view: BlockView) -> jax.Array:
-    """Returns float32 in [0, 1), one per block: 24 bits, those of its first three bytes."""
+    """Returns float32 in [0, 1), one per block, from the 24 bits of its first three random bytes."""
     inside = block_axis(view) + 1
     a, b, c = (jax.lax.index_in_dim(noise, i, inside, keepdims=False).astype(jnp.int32) for i in range(3))
     return ((a << 16) | (b << 8) | c).astype(jnp.float32) * jnp.float32(2.0**-24)

@@ -1,18 +1,18 @@
-"""Hadamard transforms: the 16-point one of the recipe in bfloat16, larger ones in float32.
+"""Hadamard transforms: the 16-point transform of the recipe in bfloat16, larger ones in float32.
 
     y = x H,   H = diag(s) * Sylvester16 * 1/4,   H H^T = I
 
-on each run of 16 numbers. It spreads an outlier over its 16 neighbours, so that one number no longer sets the scale of
-a whole block; both WGRAD operands take the same H, and it cancels in the product. The signs s are fixed (mask of the
-negatives 0xD7E8).
+on each run of 16 elements. H spreads an outlier over its 16 neighbours, so that one element no longer determines the
+scale of a whole block; both wgrad operands take the same H, which cancels in the product. The signs s are fixed (mask
+of the negatives 0xD7E8).
 
-bfloat16 in, float32 sums, one rounding to bfloat16 out. Sums have a fixed order, so that every backend
-rounds identically: signs first, then butterflies (a + b, a - b) at distance 1, 2, 4, 8. The factor 1/4 goes in with the
-signs, so that huge numbers do not overflow on the way; a sum that cancels is +0.
+bfloat16 in, float32 sums, one rounding to bfloat16 out. Sums have a fixed order, so that every backend rounds
+identically: signs first, then butterflies (a + b, a - b) at distance 1, 2, 4, 8. The factor 1/4 is applied with the
+signs, so that large values do not overflow in between; a sum that cancels is +0.
 
 Runs of n = 32, 64 or 128 have H = diag(s) * Sylvester_n / sqrt(n), with the 16 signs repeated. They stay in float32,
-because 1/sqrt(32) and sums of 128 are no bfloat16 numbers; a factor 1/sqrt(2) comes last. Signs may also be drawn from
-a key (`random_signs`).
+because 1/sqrt(32) and sums of 128 are no bfloat16 values; a factor 1/sqrt(2) is applied last. Signs may also be drawn
+from a key (`random_signs`).
 """
 
 import functools
@@ -37,7 +37,7 @@ from halfbyte.formats.random_bits import Key, counter_hash, key_words
 HADAMARD_SIZE = 16
 SIZES = (16, 32, 64, 128)
 FIXED_RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-# Runs with a smaller amax are lifted before the transform, so that nothing is flushed.
+# Runs with a smaller amax are multiplied by 2**64 before the transform, so that no subnormal is flushed.
 SUBNORMAL_GUARD_BITS = int(np.float32(2.0**-60).view(np.uint32))
 BFLOAT16_STEPS = 133  # 2**-133 is the smallest bfloat16 subnormal
 
@@ -47,16 +47,16 @@ def _butterflies(v: jax.Array, axis: int, signs: jax.Array | None = None) -> jax
     shape, size = [1] * v.ndim, v.shape[axis]
     shape[axis] = size
     signs = jnp.array(FIXED_RHT_SIGNS * (size // HADAMARD_SIZE), jnp.float32) if signs is None else signs
-    steps = size.bit_length() - 1
-    # With the signs goes a power of two, so that no fused product and sum rounds otherwise than two operations.
-    v = v * jnp.broadcast_to((signs * jnp.float32(0.5 ** (steps // 2))).reshape(shape), v.shape)
+    stages = size.bit_length() - 1
+    # Signs times a power of two: their products are exact, so an FMA rounds like two operations.
+    v = v * jnp.broadcast_to((signs * jnp.float32(0.5 ** (stages // 2))).reshape(shape), v.shape)
     lead, tail = v.shape[:axis], v.shape[axis + 1 :]
-    for distance in (2**step for step in range(steps)):
+    for distance in (2**stage for stage in range(stages)):
         # [..., n, ...] -> [..., n / (2 * distance), 2, distance, ...] and back
         pairs = v.reshape(*lead, size // (2 * distance), 2, distance, *tail)
         a, b = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
         v = jnp.stack([a + b, a - b], axis + 1).reshape(v.shape)
-    return v * jnp.float32(0.5**0.5) if steps % 2 else v
+    return v * jnp.float32(0.5**0.5) if stages % 2 else v
 
 
 def _signed(magnitude: jax.Array, bits: jax.Array) -> jax.Array:
@@ -86,10 +86,10 @@ def _with_subnormals(bits: jax.Array, axis: int, signs: jax.Array | None = None)
     wide_magnitude = bitcast_to_float32(wide & jnp.uint32(MAGNITUDE_MASK))
     rounded = bitcast_to_uint32(round_bfloat16(wide_magnitude))
     normal = jnp.where(small, rounded - jnp.uint32(SUBNORMAL_LIFT_EXPONENT << 23), rounded)
-    steps = jnp.round(
+    units = jnp.round(
         wide_magnitude * jnp.float32(2.0 ** (BFLOAT16_STEPS - SUBNORMAL_LIFT_EXPONENT))
-    )  # of a subnormal, half to even
-    subnormal = steps.astype(jnp.int32).astype(jnp.uint32) << 16
+    )  # of 2**-133, half to even
+    subnormal = units.astype(jnp.int32).astype(jnp.uint32) << 16
     is_subnormal = small & (wide_magnitude < jnp.float32(2.0 ** (SUBNORMAL_LIFT_EXPONENT - 126)))
     return _signed(jnp.where(is_subnormal, subnormal, normal), wide)
 
@@ -97,8 +97,9 @@ def _with_subnormals(bits: jax.Array, axis: int, signs: jax.Array | None = None)
 def hadamard_transform(
     x: jax.Array, *, axis: int = -1, points: int = HADAMARD_SIZE, signs: jax.Array | None = None
 ) -> jax.Array:
-    """Applies H to each run of `points` along `axis`, with `signs` or the fixed ones. For 16 points x is rounded to
-    bfloat16 first and the result is bfloat16; for more, float32.
+    """Applies H to each run of `points` along `axis`, with `signs` or the fixed ones.
+
+    For 16 points x is rounded to bfloat16 first and the result is bfloat16; for more the result is float32.
     """
     axis = axis % x.ndim
     size = x.shape[axis]

@@ -1,9 +1,9 @@
 """Float32 outer scales S and 1 / S, exactly, from the bits of amax: per tensor, per row or per 128 elements.
 
-A row is what a GEMM does not contract: a token of x, an output of W in fprop, a feature of x in wgrad. Per-tensor and
-per-row scales multiply the GEMM's accumulator. A scale per 128 elements varies along the contraction: no GEMM applies
-it, and the operand's values include it. Amaxes and scales other than per-tensor ones are stored one per block, like
-block scales, so that they are sharded, gathered and transposed with them.
+A row is the dim that a GEMM does not contract: a token of x, an output of W in fprop, a feature of x in wgrad.
+Per-tensor and per-row scales multiply the GEMM's accumulator. A scale per 128 elements varies along the contraction, so
+no GEMM can apply it to its accumulator, and the operand's values include it. Amaxes and scales other than per-tensor
+ones are stored one per block, like block scales, so that they are sharded, gathered and transposed with them.
 
 S = float32(top / amax). An amax of zero, infinity or NaN gives no scale: S is 1 then.
 """
@@ -31,15 +31,15 @@ OUTER_GROUP_SIZE = 128
 
 
 def block_axis(view: BlockView) -> int:
-    """Returns the axis of a scale array along which the blocks of a 1D view follow each other."""
-    (inside,) = view.reduce_axes
-    return inside - 1
+    """Returns the axis of a scale array along which the blocks of a 1D view are consecutive."""
+    (element_axis,) = view.reduce_axes
+    return element_axis - 1
 
 
 def reduce_per_group(
     values: jax.Array, view: BlockView, join: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
-    """Reduces values of blocks in order over each 128 elements (a sum, a maximum); returns one per block again."""
+    """Reduces values per block, in order, over every 128 elements (a sum, a maximum); returns one per block."""
     axis = block_axis(view)
     count = OUTER_GROUP_SIZE // view.shape[axis + 1]
     size = values.shape[axis]
@@ -66,13 +66,13 @@ def contracted_scale_axes(view: BlockView) -> tuple[int, ...]:
     return (last,) if block_axis(view) == last else tuple(range(last))
 
 
-def outer_amax_bits(largest: jax.Array, view: BlockView, outer: str) -> jax.Array:
+def outer_amax_bits(block_amax: jax.Array, view: BlockView, outer: str) -> jax.Array:
     """Returns the bits of the amaxes under the outer scales: a scalar, or one per block."""
     if outer == "tensor":
-        return jnp.max(largest)
+        return jnp.max(block_amax)
     if outer == "128":
-        return reduce_per_group(largest, view, jnp.maximum)
-    return jnp.broadcast_to(jnp.max(largest, axis=contracted_scale_axes(view), keepdims=True), largest.shape)
+        return reduce_per_group(block_amax, view, jnp.maximum)
+    return jnp.broadcast_to(jnp.max(block_amax, axis=contracted_scale_axes(view), keepdims=True), block_amax.shape)
 
 
 def encode_scale_bits(amax_bits: jax.Array, top: float) -> jax.Array:
@@ -93,7 +93,7 @@ def compute_without_duplication(
 
     def in_a_loop(bits: jax.Array, usable: jax.Array) -> jax.Array:
         trip_count = usable.astype(jnp.int32)
-        # A start that depends on the tensor varies over a mesh as the result does, which shard_map asks for.
+        # A start that depends on the tensor varies over mesh axes like the result, as shard_map requires.
         return lax.fori_loop(0, trip_count, lambda *_: compute(bits), jnp.where(usable, jnp.zeros_like(start), start))
 
     def plain(bits: jax.Array, usable: jax.Array) -> jax.Array:
@@ -119,5 +119,5 @@ def tensor_scales_from_amax(amax_bits: jax.Array, top: float) -> tuple[jax.Array
         encode_scale = encode_scale_bits(amax_bits, top)
         return bitcast_to_float32(jnp.where(jnp.arange(2) == 0, encode_scale, divide_constant_rne(1.0, encode_scale)))
 
-    lanes = compute_without_duplication(compute, np.ones(2, np.float32), amax_bits)
-    return lanes[0], lanes[1]
+    scales = compute_without_duplication(compute, np.ones(2, np.float32), amax_bits)
+    return scales[0], scales[1]

@@ -6,9 +6,9 @@
 codes, which `PackedQTensor` stores two per byte. All of it is bit casts, products and additions, so that it gives the
 same bits inside jit on a CPU, a Hopper GPU or any other XLA device (docs/numerics.md lists what does not).
 
-Non-finite input: an infinity saturates, a NaN becomes the largest code of its sign (E2M1 has nothing else), and the
-tensor's amax keeps what it saw, so that nothing bad is hidden: `QTensor.finite` is one scalar, and a GEMM over a tensor
-with a non-finite amax gives NaN.
+Non-finite input: an infinity saturates, and a NaN becomes the largest code of its sign (E2M1 has no NaN). The tensor's
+amax keeps inf and NaN, so that neither is hidden: `QTensor.finite` is one scalar, and a GEMM over a tensor with a
+non-finite amax returns NaN.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ from halfbyte.renamed import renamed_members
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 ROUNDINGS = ("rne", "stochastic", "away", "midpoint")
-STOCHASTIC_ROUNDINGS = ("stochastic", "midpoint")  # those that take random bytes
+STOCHASTIC_ROUNDINGS = ("stochastic", "midpoint")  # these take random bytes
 ALIGN_BLOCK = 16
 TINY_BITS = int(np.float32(2.0**-100).view(np.uint32))  # products with such a scale may be subnormal
 
@@ -61,11 +61,11 @@ TINY_BITS = int(np.float32(2.0**-100).view(np.uint32))  # products with such a s
 @renamed_members(carrier="dequantize_blocks")
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """`codes` uint8, one per element (0..15 for E2M1, with the sign of zero); `scales` in the format's scale type, one
-    per block, None if there is none; `amax` and `decode_scale` (1 / S) float32.
+    """A quantized tensor; a value is element(code) * scale * decode_scale.
 
-    A value is element(code) * scale * decode_scale. Where S is not per tensor, `amax` and `decode_scale` have one entry
-    per block as well.
+    `codes` are uint8, one per element (0..15 for E2M1, with the sign of zero); `scales` have the format's scale dtype,
+    one per block, None if the format has none; `amax` and `decode_scale` (1 / S) are float32, scalars if S is per
+    tensor, else one per block.
     """
 
     codes: jax.Array
@@ -82,17 +82,17 @@ class QTensor:
 
     @property
     def encode_scale(self) -> jax.Array:
-        """S of the tensor; 1 where the format has no tensor scale."""
+        """S of the tensor; 1 if the format has no tensor scale."""
         return self.format.tensor_scales(self.amax).encode
 
     @property
     def finite(self) -> jax.Array:
-        """Whether the tensor had only finite elements."""
+        """True if the tensor had only finite elements."""
         return jnp.all(magnitude_bits(self.amax) < jnp.uint32(0x7F80_0000))
 
     @property
     def packed(self) -> jax.Array:
-        """uint8 codes; 4-bit ones two per byte along the blocked axis, the even index in the low nibble."""
+        """uint8 codes; 4-bit codes are packed two per byte along the blocked axis, the even index in the low nibble."""
         return pack_nibbles(self.codes, axis=self.axis) if _packs_two_per_byte(self.format) else self.codes
 
     def dequantize_blocks(self) -> jax.Array:
@@ -101,7 +101,7 @@ class QTensor:
         values = decode(self.format.element, self.codes)
         if self.scales is None:
             return values
-        return values * self._spread(
+        return values * self._broadcast_to_elements(
             block_decode_scale(self._scale_values(), self.decode_scale, self.format.scale.outer_granularity)
         )
 
@@ -111,14 +111,14 @@ class QTensor:
         width = self.format.element.mantissa_bits + 1 + self.format.scale.significant_bits
         short, scale = decode(self.format.element, self.codes), self.decode_scale
         if self.format.tensor_scale and not self.format.scale.uses_effective_step:
-            short = short if self.scales is None else short * self._spread(self._scale_values())
+            short = short if self.scales is None else short * self._broadcast_to_elements(self._scale_values())
         else:
             scale = (
                 effective_block_scale(self._scale_values(), scale) if self.format.tensor_scale else self._scale_values()
             )
         if self.format.tensor_scale:
             scale = jnp.where(jnp.isnan(self.amax), jnp.float32(jnp.nan), scale)
-        scale = self._spread(scale) if scale.ndim else scale
+        scale = self._broadcast_to_elements(scale) if scale.ndim else scale
 
         def with_subnormals(short, scale):
             spread = jnp.broadcast_to(magnitude_bits(scale), short.shape)
@@ -135,8 +135,8 @@ class QTensor:
         assert self.scales is not None
         return decode_block_scales(self.scales, self.format)
 
-    def _spread(self, scales: jax.Array) -> jax.Array:
-        """Broadcasts values of blocks to their elements."""
+    def _broadcast_to_elements(self, scales: jax.Array) -> jax.Array:
+        """Broadcasts one value per block to its elements."""
         view = self.format.view(self.shape, block=self.block, axis=self.axis)
         # [view.shape] -> [shape]
         return view.broadcast_scales(scales).reshape(self.shape)
@@ -149,7 +149,7 @@ class QTensor:
 )
 @dataclasses.dataclass(frozen=True)
 class PackedQTensor:
-    """A QTensor as a residual of the VJP, or as it is all-gathered: packed codes, scales as uint8."""
+    """A QTensor in the form that is saved as a residual of the VJP or all-gathered: packed codes, scales as uint8."""
 
     packed: jax.Array
     scales: jax.Array | None
@@ -198,10 +198,13 @@ def quantize(
 ) -> QTensor:  # fmt: skip
     """Quantizes `x` to `fmt`, in blocks along the last axis ("1d") or in square tiles of the last two ("2d").
 
-    Rounds to nearest even, or with `rounding="stochastic"` (E2M1 formats) by random bytes drawn from `key`. Saturates.
-    x is float32, bfloat16 or float16, with any leading dims. `axis=-2` blocks along the next to last axis instead: the
-    columnwise operand of a token-major tensor, untransposed. One key for different tensors (under vmap or shard_map)
-    raises a SharedBitsWarning.
+    Args:
+        x: float32, bfloat16 or float16, with any leading dims.
+        rounding: "rne" rounds to nearest even. "stochastic" (E2M1 formats) rounds by random bytes drawn from `key`.
+            Both saturate.
+        key: One key for different tensors (under vmap or shard_map) raises a SharedBitsWarning.
+        axis: -2 blocks along the next to last axis: the columnwise operand of a token-major tensor, untransposed.
+        amax: Overrides the tensor's own amax (delayed scaling).
     """
     check_quantize_arguments(x, fmt, rounding=rounding, key=key)
     noise = None
@@ -212,7 +215,7 @@ def quantize(
 
 
 def encode_qtensor(grid: GridTensor, fmt: BlockFormat, *, block: str, axis: int = -1) -> QTensor:
-    """Returns the QTensor of a tensor on its grid."""
+    """Returns the QTensor of a tensor that is rounded to its grid."""
     assert fmt.element is not None
     dtype = fmt.scale_dtype
     scales = None if dtype is None else lax.bitcast_convert_type(grid.scales.codes, dtype)
@@ -243,7 +246,7 @@ def check_quantize_arguments(x: jax.Array, fmt: BlockFormat, *, rounding: str, k
 
 
 def unsupported_rounding(fmt: BlockFormat, rounding: str) -> str | None:
-    """Returns which elements the rounding supports and which `fmt` has; None if it supports them."""
+    """Returns why `rounding` does not support the element of `fmt`, or None."""
     if rounding == "stochastic" and fmt.element != E2M1:
         return f"E2M1 elements only, got format {fmt.name}"
     if rounding in ("away", "midpoint") and (fmt.element is None or fmt.element.stored_bits != 4):
@@ -255,19 +258,19 @@ def quantize_to_grid(
     x: jax.Array, fmt: BlockFormat, *, block: str = "1d", axis: int = -1, noise: jax.Array | None = None,
     amax: jax.Array | None = None, rounding: str | None = None,
 ) -> GridTensor:  # fmt: skip
-    """Rounds x to the grid of `fmt`: by `rounding`, or without one to nearest even, or stochastically if there is uint8
-    `noise` of x's shape.
+    """Rounds x to the grid of `fmt`.
 
-    `amax` overrides the tensor's own (delayed scaling).
+    `rounding` None is nearest even, or stochastic if there is `noise`, uint8 of x's shape. `amax` overrides the
+    tensor's own (delayed scaling).
     """
     rounding = rounding or ("rne" if noise is None else "stochastic")
     assert fmt.element is not None
     view = fmt.view(x.shape, block=block, axis=axis)
-    bits = bitcast_to_uint32(x).reshape(view.shape)  # blocked axes split in two
+    bits = bitcast_to_uint32(x).reshape(view.shape)  # blocked axes are split in two
     magnitude = bits & jnp.uint32(MAGNITUDE_MASK)
-    largest = _amax_over(magnitude, view.reduce_axes)
-    amax_bits = fmt.scale.amax_bits(largest, view) if amax is None else bitcast_to_uint32(amax)
-    scales = fmt.scale.compute_scales(BlockMagnitudes(magnitude, largest, amax_bits, view, rounding), fmt.element)
+    block_amax = _amax_over(magnitude, view.reduce_axes)
+    amax_bits = fmt.scale.amax_bits(block_amax, view) if amax is None else bitcast_to_uint32(amax)
+    scales = fmt.scale.compute_scales(BlockMagnitudes(magnitude, block_amax, amax_bits, view, rounding), fmt.element)
     scaled = fmt.scale.scaled(magnitude, scales, view)
     rounded = _rounded(fmt.element, scaled, rounding, None if noise is None else noise.reshape(view.shape))
     scales = fmt.scale.correct_scales(scales, scaled, rounded.value, view, noise)
@@ -279,29 +282,29 @@ def quantize_to_grid(
 
 
 def amax_of(x: jax.Array) -> jax.Array:
-    """Returns the amax as float32; keeps infinity and NaN, and sees subnormals on every device."""
+    """Returns the amax of x as float32; keeps infinity and NaN, and reads subnormals on every device."""
     return bitcast_to_float32(_amax_over(magnitude_bits(x), tuple(range(x.ndim))))
 
 
 def amax_per_outer_group(x: jax.Array, fmt: BlockFormat, *, axis: int = -1) -> jax.Array:
     """Returns the amaxes under the outer scales of x, for a format with more than one: float32, one per block."""
     view = fmt.view(x.shape, block="1d", axis=axis)
-    largest = _amax_over(magnitude_bits(x).reshape(view.shape), view.reduce_axes)
-    return bitcast_to_float32(fmt.scale.amax_bits(largest, view))
+    block_amax = _amax_over(magnitude_bits(x).reshape(view.shape), view.reduce_axes)
+    return bitcast_to_float32(fmt.scale.amax_bits(block_amax, view))
 
 
 def all_finite(x: jax.Array) -> jax.Array:
-    """Returns whether every element of x is finite: one integer maximum over the tensor."""
+    """Returns a bool scalar, True if every element of x is finite; one integer maximum over the tensor."""
     return _amax_over(magnitude_bits(x), tuple(range(x.ndim))) < jnp.uint32(0x7F80_0000)
 
 
 def block_decode_scale(scales: jax.Array, decode_scale: jax.Array, outer: str) -> jax.Array:
-    """Returns the scales that a GEMM's operand includes: block scales, times outer ones that are per 128 elements."""
+    """Returns the scales that a GEMM operand includes: block scales, times outer scales that are per 128 elements."""
     return effective_block_scale(scales, decode_scale) if outer == "128" else scales
 
 
 def decode_block_scales(scales: jax.Array, fmt: BlockFormat) -> jax.Array:
-    """Returns float32 values of block scales (in the format's scale type, or their uint8 codes)."""
+    """Returns float32 values of block scales, which have the format's scale dtype or are uint8 codes."""
     return fmt.scale.decode(lax.bitcast_convert_type(scales, jnp.uint8))
 
 
@@ -320,7 +323,7 @@ def pack_nibbles(codes: jax.Array, *, axis: int = -1) -> jax.Array:
 
 
 def unpack_nibbles(packed: jax.Array, *, axis: int = -1) -> jax.Array:
-    """Returns the codes that `pack_nibbles` packed."""
+    """Unpacks the codes of `pack_nibbles`."""
     axis = axis % packed.ndim
     pairs = jnp.stack([packed & jnp.uint8(0xF), packed >> 4], axis=axis + 1)
     # [..., bytes, 2, ...] -> [..., 2 * bytes, ...]
@@ -340,8 +343,9 @@ def _rounded(element: Element, scaled: jax.Array, rounding: str, noise: jax.Arra
 
 
 def _amax_over(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the maximum over `axes`, innermost runs of 16 first: one large reduction is several times slower in XLA
-    on a CPU. The barrier keeps XLA from merging the two steps.
+    """Returns the maximum over `axes`, runs of 16 of the last axis first.
+
+    One large reduction is several times slower in XLA on a CPU. The barrier keeps XLA from merging the two steps.
     """
     last = magnitude.ndim - 1
     if last in axes and len(axes) > 1 and magnitude.shape[last] % ALIGN_BLOCK == 0:

@@ -5,9 +5,9 @@ A tensor is viewed as [tokens, features]: all leading dims flattened into tokens
 tokens in registers draws four words, not sixteen. Indices have 64 bits; the upper half is 0 in all but the largest
 tensors. A word depends only on (key, index), so a shard of a tensor draws its own bytes (`offset`, `global_shape`).
 
-The rounding needs no cryptography: it needs uniform bytes without correlation between neighbours, steps, layers and
-operands, and tests/recipes/test_random_bits.py measures that. Errors average out over tensors only if their keys differ
-(`warn_if_key_reused`).
+Rounding needs no cryptographic randomness. It needs uniform bytes without correlation between neighbours, steps,
+layers and operands, which tests/recipes/test_random_bits.py measures. Errors average out over tensors only if their
+keys differ (`warn_if_key_reused`).
 """
 
 import dataclasses
@@ -29,8 +29,9 @@ ROUNDS = (0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344)  # the first digit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HashedKey:
-    """The key at `index`, int32, of many whose `words`, uint32 [keys, 2], `key_words` returned. Many keys are mixed at
-    once, and a kernel reads their words in place.
+    """The key at `index`, int32, of a table of `words`, uint32 [keys, 2], of `key_words`.
+
+    All keys of the table are mixed at once, and kernels read their words in place.
     """
 
     words: jax.Array
@@ -48,12 +49,12 @@ def random_bytes(
     key: Key, shape: tuple[int, ...], *,
     offset: Sequence[Offset] | None = None, global_shape: tuple[int, ...] | None = None, aligned: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """uint8 [..., tokens, features] uniform bytes for `shape`; a vector is one token. Equal on every mesh.
+    """Returns uint8 [..., tokens, features], uniform bytes for `shape`; a vector is one token. Equal on every mesh.
 
-    With `global_shape` and `offset` they are those of a window: what slicing the bytes of a tensor of that shape at
-    `offset` would give, computed without the rest of it. An offset may be traced: inside shard_map it is
-    `lax.axis_index(...)` times the shard's size; `aligned` promises a multiple of four tokens, as blocks are.
-    Without them every device and every entry of a vmap with the same key draws the same bytes.
+    With `global_shape` and `offset` the bytes are those of a window: a slice at `offset` of the bytes of a tensor of
+    `global_shape`, computed without the others. An offset may be traced: inside shard_map it is `lax.axis_index(...)`
+    times the shard's size; `aligned` promises a multiple of four tokens, as blocks have. Without them every device and
+    every entry of a vmap with the same key draws the same bytes.
     """
     offset, whole = _checked_window(shape, offset, global_shape)
     if len(shape) < 2:
@@ -107,8 +108,8 @@ def hashed_key_words(keys: jax.Array) -> jax.Array:
 def key_words(key: Key) -> tuple[jax.Array, jax.Array]:
     """Returns the two uint32 words that the counter hash takes of a key, typed, raw or hashed.
 
-    Four Feistel rounds of the hash itself: one to one, and any two keys, even jax.random.key(0) and key(1), differ in
-    half of the bits.
+    Four Feistel rounds of the hash itself: bijective, and the words of any two keys, even jax.random.key(0) and key(1),
+    differ in half of their bits.
     """
     if isinstance(key, HashedKey):
         k0, k1 = lax.dynamic_index_in_dim(key.words, key.index, keepdims=False)
@@ -140,7 +141,7 @@ def counter_hash(counter: jax.Array, k0: jax.Array, k1: jax.Array) -> jax.Array:
 
 
 def multiply_high_low(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(high, low) words of the 64-bit product of a constant and uint32 numbers."""
+    """Returns (high, low) words of the 64-bit product of a constant and uint32 values."""
     a1, a0 = jnp.uint32(a >> 16), jnp.uint32(a & 0xFFFF)
     b1, b0 = b >> 16, b & jnp.uint32(0xFFFF)
     low, cross = a0 * b0, a1 * b0
@@ -149,9 +150,9 @@ def multiply_high_low(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def key_for_high_counter(high: jax.Array, k0: jax.Array, k1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key words of the counters whose upper 32 bits are `high`: k0 and k1 themselves where that is 0.
+    """Returns the key words for counters whose upper 32 bits are `high`: k0 and k1 themselves if `high` is 0.
 
-    What is added is hashed, because the streams of two keys that differ in a few bits are correlated.
+    `high` is hashed before it is mixed in, because the streams of two keys that differ in a few bits are correlated.
     """
 
     def mask(constant: int) -> jax.Array:
@@ -162,7 +163,7 @@ def key_for_high_counter(high: jax.Array, k0: jax.Array, k1: jax.Array) -> tuple
 
 
 class _Counter64(NamedTuple):
-    """Indices of words, up to 64 bits."""
+    """Word indices of up to 64 bits."""
 
     low: jax.Array
     high: jax.Array | None  # None: all zero
@@ -176,17 +177,17 @@ def _index(shape: tuple[int, ...], axis: int, offset: Offset) -> jax.Array:
 
 
 def _global_row_index(shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...]) -> jax.Array:
-    """uint32 [shape]: the row of each element of a window of `whole` [..., rows, columns], all leading dims counted."""
-    number = jnp.zeros(shape, jnp.uint32)
+    """Returns uint32 [shape]: the global row of each element of a window of `whole`, all leading dims flattened."""
+    row = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(len(shape) - 1)):
-        number = number + _index(shape, axis, offset[axis]) * jnp.uint32(stride % 2**32)
+        row = row + _index(shape, axis, offset[axis]) * jnp.uint32(stride % 2**32)
         stride *= whole[axis]
-    return number
+    return row
 
 
 def _global_element_index(rows: jax.Array, offset: Offset, whole: tuple[int, ...]) -> _Counter64:
-    """rows * columns + column, for the columns of a window of `whole` [..., rows, columns]."""
+    """Returns rows * columns + column, for the columns of a window of `whole` [..., rows, columns]."""
     columns = whole[-1]
     column = _index(rows.shape, rows.ndim - 1, offset)
     if math.prod(whole) <= 2**32:
@@ -195,8 +196,8 @@ def _global_element_index(rows: jax.Array, offset: Offset, whole: tuple[int, ...
     return _Counter64(low + column, high + (low + column < low).astype(jnp.uint32))
 
 
-def _words(key: Key, numbers: _Counter64) -> jax.Array:
-    low, high = numbers
+def _words(key: Key, counters: _Counter64) -> jax.Array:
+    low, high = counters
     words = key_words(key)
     return counter_hash(low, *(words if high is None else key_for_high_counter(high, *words)))
 
@@ -204,17 +205,17 @@ def _words(key: Key, numbers: _Counter64) -> jax.Array:
 def _bytes_four_per_word(
     key: Key, shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...], aligned: bool
 ) -> jax.Array:
-    """Returns bytes of a window of `whole` [..., tokens, features], with tokens a multiple of four: a word per four."""
+    """Returns bytes of a window of `whole` [..., tokens, features], whose tokens are a multiple of four."""
     *lead, tokens, features = shape
-    first = offset[-2]
-    # A window may begin within a word: then one more row of words covers it, and the bytes before it are cut off.
-    aligned = (aligned or (isinstance(first, int) and first % 4 == 0)) and tokens % 4 == 0
-    count = tokens // 4 if aligned else (tokens + 6) // 4
-    grouped, start = (*lead, count, features), (*offset[:-2], first // 4, offset[-1])
+    first_token = offset[-2]
+    # A window may begin within a word: then one more row of words covers it, and the bytes before it are dropped.
+    aligned = (aligned or (isinstance(first_token, int) and first_token % 4 == 0)) and tokens % 4 == 0
+    word_rows = tokens // 4 if aligned else (tokens + 6) // 4
+    grouped, start = (*lead, word_rows, features), (*offset[:-2], first_token // 4, offset[-1])
     whole = (*whole[:-2], whole[-2] // 4, whole[-1])
     words = _words(key, _global_element_index(_global_row_index(grouped, start, whole), start[-1], whole))
     covering = _unpack_word_bytes(words)
-    return covering if aligned else _slice(covering, (*[0] * len(lead), first % 4, 0), shape)
+    return covering if aligned else _slice(covering, (*[0] * len(lead), first_token % 4, 0), shape)
 
 
 def _unpack_word_bytes(words: jax.Array) -> jax.Array:

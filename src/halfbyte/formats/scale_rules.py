@@ -69,25 +69,25 @@ class TensorScales(NamedTuple):
 class BlockMagnitudes(NamedTuple):
     """Inputs of a rule: the bits of magnitudes and amaxes, uint32."""
 
-    magnitude: jax.Array  # of every element, [view.shape]
-    amax: jax.Array  # of each block, [view.scale_shape]
+    magnitude: jax.Array  # per element, [view.shape]
+    amax: jax.Array  # per block, [view.scale_shape]
     tensor_amax: jax.Array  # of the tensor, from `ScaleRule.amax_bits` or the caller
     view: BlockView
     rounding: str = "rne"  # how elements will be rounded
 
 
 class BlockScales(NamedTuple):
-    codes: jax.Array  # uint8, one per block, compact; so are the others
+    codes: jax.Array  # uint8, one per block, compact as all fields
     values: jax.Array  # float32, the decoded scale
-    encode: jax.Array  # float32, what an element is multiplied by
-    tensor_decode: jax.Array  # float32, 1 / S; a scalar, or one per block where S is not per tensor
+    encode: jax.Array  # float32, multiplies the elements of the block
+    tensor_decode: jax.Array  # float32, 1 / S; a scalar, or one per block if S is not per tensor
 
 
 class ScaleRule(abc.ABC):
     """Computes scales. A rule is a frozen dataclass: it hashes, and equal rules give equal scales."""
 
-    uses_effective_step: ClassVar[bool] = False  # whether a code decodes to q (s / S), not (q s) / S
-    stochastic: ClassVar[bool] = False  # whether the scales themselves are rounded stochastically
+    uses_effective_step: ClassVar[bool] = False  # True: a code decodes to q (s / S), not (q s) / S
+    stochastic: ClassVar[bool] = False  # True: the scales themselves are rounded stochastically
 
     @property
     @abc.abstractmethod
@@ -101,7 +101,7 @@ class ScaleRule(abc.ABC):
 
     @abc.abstractmethod
     def tensor_amax_target(self, element: Element) -> float | None:
-        """Returns what the tensor's amax is mapped to; None if there is no S."""
+        """Returns the value that the tensor's amax is mapped to; None if there is no S."""
 
     @abc.abstractmethod
     def compute_scales(self, blocks: BlockMagnitudes, element: Element) -> BlockScales:
@@ -124,14 +124,14 @@ class ScaleRule(abc.ABC):
     def check(self, element: Element) -> None:  # noqa: B027
         """Raises ValueError if the rule does not support the element."""
 
-    def amax_bits(self, largest: jax.Array, view: BlockView) -> jax.Array:
-        """Returns the bits of the amax under S, from those of the blocks; a scalar for a tensor."""
-        return jnp.max(largest)
+    def amax_bits(self, block_amax: jax.Array, view: BlockView) -> jax.Array:
+        """Returns the bits of the amaxes under S, from those of the blocks; a scalar if S is per tensor."""
+        return jnp.max(block_amax)
 
     def scaled(self, magnitude: jax.Array, scales: BlockScales, view: BlockView) -> jax.Array:
         """Returns magnitudes times the encode scale, float32, to be rounded to the element's grid."""
-        reduced = view.broadcast_scales(subnormal_unit_factor(scales.encode))
-        return multiply_rne(magnitude, view.broadcast_scales(scales.encode), reduced)
+        subnormal_encode = view.broadcast_scales(subnormal_unit_factor(scales.encode))
+        return multiply_rne(magnitude, view.broadcast_scales(scales.encode), subnormal_encode)
 
     def correct_scales(
         self, scales: BlockScales, scaled: jax.Array, rounded: jax.Array, view: BlockView, noise: jax.Array | None
@@ -141,10 +141,10 @@ class ScaleRule(abc.ABC):
 
     def tensor_scales(self, amax: jax.Array, element: Element) -> TensorScales:
         """Returns S and 1/S for this amax; both 1 without a tensor scale, and where amax is zero or not finite."""
-        top = self.tensor_amax_target(element)
-        if top is None:
+        target = self.tensor_amax_target(element)
+        if target is None:
             return TensorScales(jnp.ones_like(amax), jnp.ones_like(amax))
-        return TensorScales(*tensor_scales_from_amax(bitcast_to_uint32(amax), top))
+        return TensorScales(*tensor_scales_from_amax(bitcast_to_uint32(amax), target))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ class TwoLevelScale(ScaleRule):
     outer_granularity: str = "tensor"
     floor: float = 0.0
 
-    encode_scale_from_table: ClassVar[bool] = True  # whether it depends on S and the candidate alone
+    encode_scale_from_table: ClassVar[bool] = True  # True: it depends only on S and the scale code
 
     @property
     def dtype(self) -> np.dtype:
@@ -228,19 +228,19 @@ class TwoLevelScale(ScaleRule):
 
     @property
     def has_candidates(self) -> bool:
-        """Whether the rule selects among several targets."""
+        """True if the rule selects among several targets."""
         return len(self.candidate_targets) > 1
 
     def candidates(self, element: Element) -> tuple[float, ...]:
         """Returns the element values that a block's amax may be mapped to."""
         return self.candidate_targets or (element.max,)
 
-    def amax_bits(self, largest: jax.Array, view: BlockView) -> jax.Array:
-        return outer_amax_bits(largest, view, self.outer_granularity)
+    def amax_bits(self, block_amax: jax.Array, view: BlockView) -> jax.Array:
+        return outer_amax_bits(block_amax, view, self.outer_granularity)
 
     @property
     def _may_be_subnormal(self) -> bool:
-        """Whether a block's encode scale, top / (s amax), can be subnormal: for an amax of FLT_MAX, where top < 4 s."""
+        """True if a block's encode scale, top / (s amax), can be subnormal: for an amax of FLT_MAX, where top < 4 s."""
         if not self.has_candidates:
             return False
         smallest, largest = min(self.candidate_targets), max(self.candidate_targets)
@@ -251,8 +251,8 @@ class TwoLevelScale(ScaleRule):
         if not self._may_be_subnormal:
             return plain
         # Elements are then 2**126 and more: lowered, and the scale lifted, by bits, as XLA would merge constants.
-        bits, down = bitcast_to_uint32(scales.encode), jnp.uint32(SUBNORMAL_LIFT_EXPONENT << 23)
-        lowered = bitcast_to_float32(jnp.maximum(magnitude, down) - down)
+        bits, lift = bitcast_to_uint32(scales.encode), jnp.uint32(SUBNORMAL_LIFT_EXPONENT << 23)
+        lowered = bitcast_to_float32(jnp.maximum(magnitude, lift) - lift)
         units = bitcast_to_uint32(bits.astype(jnp.int32).astype(jnp.float32))  # of 2**-149
         lifted = bitcast_to_float32(units - jnp.uint32((149 - SUBNORMAL_LIFT_EXPONENT) << 23))
         is_subnormal = view.broadcast_scales(bits < jnp.uint32(0x80_0000))
@@ -298,8 +298,8 @@ class TwoLevelScale(ScaleRule):
         codes, values = self._rounded(self.unrounded_block_scale(blocks.amax, encode, candidate, element))
         outer = jnp.broadcast_to(bitcast_to_uint32(decode_scale), values.shape)
         step = multiply_short_significand_rne(bitcast_to_uint32(values), outer)
-        inverse = jnp.minimum(divide_constant_rne(1.0, step), jnp.uint32(MAX_BITS))
-        return BlockScales(codes.astype(jnp.uint8), values, bitcast_to_float32(inverse), decode_scale)
+        encode_scale = jnp.minimum(divide_constant_rne(1.0, step), jnp.uint32(MAX_BITS))
+        return BlockScales(codes.astype(jnp.uint8), values, bitcast_to_float32(encode_scale), decode_scale)
 
     def decode(self, codes: jax.Array) -> jax.Array:
         return decode(self.scale, codes)
@@ -388,7 +388,7 @@ def _two_level(
     A block's encode scale depends only on S and its code: 128 exact divisions replace an inexact one per block.
     """
     scales = np.nan_to_num(rule.scale.magnitudes(), nan=0.0)  # NaN is no scale
-    inverse = np.array([rule.headroom / value for value in rule.candidates(element)], np.float32)
+    inverses = np.array([rule.headroom / value for value in rule.candidates(element)], np.float32)
 
     def compute(amax_bits: jax.Array) -> jax.Array:
         """Returns float32: the encode scale of every code, then 1/S, then the mults."""
@@ -396,15 +396,15 @@ def _two_level(
         decode_scale = divide_constant_rne(1.0, encode_scale)
         outer = jnp.broadcast_to(decode_scale, scales.shape)
         step = multiply_short_significand_rne(jnp.asarray(scales.view(np.uint32)), outer)
-        lanes = jnp.pad(jnp.minimum(divide_constant_rne(1.0, step), jnp.uint32(MAX_BITS)), (0, 1 + inverse.size))
-        mults = [bitcast_to_uint32(bitcast_to_float32(encode_scale) * jnp.float32(number)) for number in inverse]
+        flat = jnp.pad(jnp.minimum(divide_constant_rne(1.0, step), jnp.uint32(MAX_BITS)), (0, 1 + inverses.size))
+        mults = [bitcast_to_uint32(bitcast_to_float32(encode_scale) * jnp.float32(inverse)) for inverse in inverses]
         # One array: XLA would compile what several results share once for each.
         for index, extra in enumerate([decode_scale, *mults], scales.size):
-            lanes = jnp.where(jnp.arange(lanes.size) == index, extra, lanes)
-        return bitcast_to_float32(lanes)
+            flat = jnp.where(jnp.arange(flat.size) == index, extra, flat)
+        return bitcast_to_float32(flat)
 
     with np.errstate(divide="ignore"):
         reciprocals = np.minimum(np.float32(1) / scales, np.finfo(np.float32).max)
-    unscaled = np.concatenate([reciprocals, np.ones(1, np.float32), inverse])
-    lanes = compute_without_duplication(compute, unscaled, amax_bits)
-    return lanes[scales.size], tuple(lanes[scales.size + 1 + i] for i in range(inverse.size)), lanes[: scales.size]
+    unscaled = np.concatenate([reciprocals, np.ones(1, np.float32), inverses])
+    flat = compute_without_duplication(compute, unscaled, amax_bits)
+    return flat[scales.size], tuple(flat[scales.size + 1 + i] for i in range(inverses.size)), flat[: scales.size]

@@ -1,10 +1,10 @@
-"""Every quantizer against stored answers, inside jit, on the device at hand.
+"""Comparison of every quantizer with stored answers, inside jit, on the current device.
 
-A compiler may remove a 4-bit rounding without a word, and a kernel may be wrong on one chip alone, so the question "are
-the bits right here?" is asked on the machine itself: by `halfbyte doctor`, and by callers of `self_test`. The answers
-are in `vectors/selftest.npz`: NVFP4 from an outside reference, the other formats from an independent NumPy oracle (both
-are rebuilt and compared by tests/formats/test_selftest.py). Inputs are kept as bits, so that subnormals and signed
-zeros arrive as they were stored. Tensors of one group go through one compiled program, one after the other.
+A compiler may silently remove a 4-bit rounding, and a kernel may be wrong on one chip only, so bits are checked on the
+machine itself: by `halfbyte doctor`, and by callers of `self_test`. The answers are in `vectors/selftest.npz`: NVFP4
+from an outside reference, the other formats from an independent NumPy oracle (both are rebuilt and compared by
+tests/formats/test_selftest.py). Inputs are stored as bits, so that subnormals and signed zeros survive. The tensors of
+a group go through one compiled program, one after the other.
 """
 
 import zipfile
@@ -27,7 +27,7 @@ FLOAT_OF_BITS = {np.dtype(np.uint16): jnp.bfloat16, np.dtype(np.uint32): jnp.flo
 
 @dataclass(frozen=True)
 class SelftestResult:
-    """One quantizer over some tensors: how many numbers were compared and differ, and the first mismatch."""
+    """Result of one quantizer over several tensors: number of compared values, mismatches, and the first mismatch."""
 
     name: str
     what: str
@@ -42,7 +42,7 @@ class SelftestResult:
 
 
 def self_test(path: Path = VECTORS) -> list[SelftestResult]:
-    """Returns a result per group of stored vectors. Vectors that cannot be read are a result that did not pass."""
+    """Returns one result per group of stored vectors; unreadable vectors are one failed result."""
     try:
         stored = load_vectors(path)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
@@ -51,7 +51,7 @@ def self_test(path: Path = VECTORS) -> list[SelftestResult]:
 
 
 def load_vectors(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Group name -> its fields: `format`, `block`, `rounding`, `names`, the input bits `x`, the expected outputs."""
+    """Returns {group name: fields}: `format`, `block`, `rounding`, `names`, input bits `x` and expected outputs."""
     groups: dict[str, dict[str, np.ndarray]] = {}
     with path.open("rb") as file, np.load(file) as archive:
         for entry in archive.files:
@@ -61,27 +61,27 @@ def load_vectors(path: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def run_check(name: str, group: dict[str, np.ndarray]) -> SelftestResult:
-    """Runs one group on the default device and counts what differs from the stored answers."""
+    """Runs one group on the default device and counts mismatches with the stored answers."""
     format, block, rounding = (str(group[field]) for field in ("format", "block", "rounding"))
     transform = bool(group["hadamard"])
     result = _program(format, block, rounding, transform)(jnp.asarray(group["x"]), jnp.asarray(group["key"]))
     expected = {field: group[field] for field in ("rotated", "codes", "scales", "amax") if field in group}
-    compared = wrong = 0
-    first = ""
+    num_compared = mismatches = 0
+    first_mismatch = ""
     for field, answer in expected.items():
         differs = np.asarray(result[field]) != answer
-        compared, wrong = compared + differs.size, wrong + int(differs.sum())
-        if differs.any() and not first:
-            place = tuple(int(i) for i in np.argwhere(differs)[0])
-            first = f"{field}{list(place[1:])} of {group['names'][place[0]]}"
+        num_compared, mismatches = num_compared + differs.size, mismatches + int(differs.sum())
+        if differs.any() and not first_mismatch:
+            position = tuple(int(i) for i in np.argwhere(differs)[0])
+            first_mismatch = f"{field}{list(position[1:])} of {group['names'][position[0]]}"
     what = " ".join([format, block, rounding, *(["hadamard"] if transform else [])])
-    return SelftestResult(name, what, len(group["names"]), compared, wrong, first)
+    return SelftestResult(name, what, len(group["names"]), num_compared, mismatches, first_mismatch)
 
 
 def _program(format: str, block: str, rounding: str, transform: bool) -> Callable[..., dict[str, jax.Array]]:
-    """A jitted function of input bits [tensors, M, N] and key words, that returns outputs as integers."""
+    """Returns a jitted function of input bits [tensors, M, N] and key words, whose outputs are integers."""
 
-    def one(bits: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
+    def quantize_one(bits: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
         x = lax.bitcast_convert_type(bits, FLOAT_OF_BITS[np.dtype(bits.dtype)])
         outputs = {}
         if transform:
@@ -90,7 +90,7 @@ def _program(format: str, block: str, rounding: str, transform: bool) -> Callabl
         tensor = quantize(x, FORMATS[format], block=block, rounding=rounding, key=jax.random.wrap_key_data(key))
         return outputs | _as_integers(tensor)
 
-    return jax.jit(lambda bits, key: lax.map(lambda x: one(x, key), bits))
+    return jax.jit(lambda bits, key: lax.map(lambda x: quantize_one(x, key), bits))
 
 
 def _as_integers(tensor: QTensor) -> dict[str, jax.Array]:

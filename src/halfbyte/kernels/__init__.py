@@ -1,6 +1,7 @@
-"""GPU kernels for the quantize passes and the GEMM epilogue. `unsupported_*` functions report what they do not support.
+"""GPU kernels for the quantize passes and the GEMM epilogue. `unsupported_*` functions return why a kernel does not
+support a shape or device.
 
-An operand is a carrier (`code * block_scale` in bf16, for the emulated GEMM), or with `code_scale_layout=` as a
+An operand is block-dequantized (`code * block_scale` in bf16, for the emulated GEMM), or with `code_scale_layout=` as a
 block-scaled GEMM reads it: E2M1 codes, two per byte with the even index in the low nibble (`lax.bitcast_convert_type`
 of uint8 [..., n] to float4_e2m1fn [..., n, 2] unpacks them), and E4M3 bytes, one per 16 codes. All are uint8:
 
@@ -8,21 +9,21 @@ of uint8 [..., n] to float4_e2m1fn [..., n, 2] unpacks them), and E4M3 bytes, on
 |---|---|
 | `quantize_tiled(x, rows=RowwiseOperand(s, ...))` | codes [tokens, features / 2], scales [tokens, features / 16] |
 | `quantize_tiled(x, columns=ColumnwiseOperand(s, ...))` | [features, tokens / 2], [features, tokens / 16] |
-| `quantize_tiled(x, rows=..., columns=...)` | those of rows, then those of columns, in one read of x |
+| `quantize_tiled(x, rows=..., columns=...)` | those of rows, then those of columns, from one read of x |
 | `swiglu_quantize_forward(g, u, ...)` | the same of h = silu(g) u |
-| `swiglu_quantize_backward(g, u, dh, dg=, du=, h=)` | row and column of dg, of du, column of h: ten arrays |
+| `swiglu_quantize_backward(g, u, dh, dg=, du=, h=)` | rowwise and columnwise dg and du, columnwise h: ten arrays |
 
 `quantize_mxfp8`, `quantize_swiglu_mxfp8` and `quantize_swiglu_backward_mxfp8` of `mxfp8_quantize` return the same for
 MXFP8, from one read and without an amax pass: one byte per code, an E8M0 byte per 32 codes.
 
-`ms_eden.eden_quantize` transforms runs of 128 and returns a carrier, or packed codes, under MS-EDEN.
+`ms_eden.eden_quantize` transforms runs of 128 and returns a block-dequantized operand, or packed codes, under MS-EDEN.
 
 `RowwiseOperand` and `ColumnwiseOperand` take the scale rule of a format (`rule`, by default NVFP4's) and a `rounding`
 for operands with a key; `quantize_weight_kernel` takes a rule and an axis.
 
 `o` is `ScaleLayout.PLAIN`, or `ScaleLayout.TILED` for scales in the 128x4 tiles of `formats.swizzle_scales`, flat.
-Codes have the same amaxes and `compute_tensor_scales` as carriers. Every width is supported: the last block of a width
-that is not a multiple of 16 is padded with zeros, so that rows have ceil(features / 16) * 8 bytes.
+Codes and block-dequantized operands have the same amaxes and `compute_tensor_scales`. Every width is supported: if it
+is not a multiple of 16, the last block is padded with zeros, so that rows have ceil(features / 16) * 8 bytes.
 """
 
 from typing import TYPE_CHECKING

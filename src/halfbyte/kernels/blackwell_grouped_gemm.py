@@ -1,20 +1,27 @@
-"""GEMMs of many experts for Blackwell: `tcgen05.mma` over E2M1 codes with E4M3 block scales, a factor in the epilogue.
+"""Grouped GEMM for Blackwell (a GEMM per expert, one launch): `tcgen05.mma` over E2M1 codes with E4M3 block scales, and
+the expert's alpha in the epilogue.
 
-The tensor cores read codes with the contraction last on both sides, and scales from tensor memory in the 128x4 tiles of
-`formats.swizzle_scales`. So every GEMM is one of the same shape, a [m, k] times b [n, k], and differs only in which
-tiles of the operands an output tile reads:
+    rows         y [rows, n] = x [rows, k] times each tile's w [n, k]; fprop and dgrad, with W in one order or the other
+    contraction  dw [experts, m, n] = x [m, rows] and dy [n, rows], contracted over each expert's own rows (wgrad)
 
-    rows         y [rows, n] of x [rows, k] and each tile's w [n, k]; fprop and dgrad, with W in one order or the other
-    contraction  dw [experts, m, n] of x [m, rows] and dy [n, rows], over the columns of each expert's own rows
+The tensor cores read codes K-major on both sides, and scales from tensor memory (TMEM) in the 128x4 tiles of
+`formats.swizzle_scales`. So every GEMM has one shape, a [m, k] times b [n, k]; the two kinds differ only in which tiles
+of the operands an output tile reads. Rows are sorted by expert, and every expert begins on a new tile of
+OUTPUT_TILE_SIZE rows, padded with zero codes, as in `hopper_grouped_gemm.py`.
 
-Rows are ordered as in `hopper_grouped_gemm.py`: every expert begins on a new tile of OUTPUT_TILE_SIZE rows, padded with
-zero codes. One warp of a CTA loads codes and scales through TMA, another issues the MMAs. A warpgroup multiplies the
-float32 accumulator by the expert's alpha, rounds once and stores, while the next tile accumulates in the other half of
-tensor memory. A tile of rows without an expert, and an expert without rows, are written as zeros without an MMA.
+How it works: a persistent, warp-specialized kernel of two warpgroups. In the first, one warp is the TMA producer of
+codes and scales, another copies scales to TMEM and issues the MMAs; mbarriers order both over the SMEM stages. The
+second warpgroup is the epilogue: it loads the float32 accumulator from TMEM, multiplies it by alpha, rounds once and
+stores through SMEM. Accumulators are double-buffered in TMEM, so the epilogue overlaps the next tile's MMAs. A tile
+without an expert, and an expert without rows, are written as zeros without an MMA.
+
+How it differs: accumulators are in TMEM, not in the registers of the consumers (`hopper_gemm.py`), and one lane issues
+an MMA for the whole CTA. The alternative, a GEMM of XLA's per tile in a loop, reads an expert's matrix once per tile
+(docs/LOG.md, "A loop over tiles").
 
 Compiled for 10.0 and 10.3, never executed: `train` compares it with `emulated` before its first step. Two optimizations
-are open: both warps synchronize between two tiles, so that the first copy of the next tile is waited for; and scales
-have one buffer in tensor memory, so that a copy there is taken to follow the MMA before it, as one lane issues both.
+are open: both warps synchronize between two tiles, so that the first load of the next tile is exposed; and scales have
+one buffer in TMEM: a copy there is assumed to follow the MMA before it, because one lane issues both.
 """
 
 import functools
@@ -38,22 +45,22 @@ from halfbyte.kernels.hopper_gemm import Ref
 from halfbyte.kernels.mosaic_launch import is_interpreting, num_sms
 
 plgpu = lazy_module("jax.experimental.pallas.mosaic_gpu")
-OUTPUT_TILE_SIZE = 128  # of a tile of the result, and the unit of every size
-NVFP4_SCALE_BLOCK = 16  # codes of a scale
-K_TILE = 64  # codes of a row whose scales lie in one tile of 128x4
-PREFETCHED_CODES_PER_ROW = 1024  # codes of a row that are fetched ahead
+OUTPUT_TILE_SIZE = 128  # rows and columns of an output tile; every dim is a multiple
+NVFP4_SCALE_BLOCK = 16  # codes per scale
+K_TILE = 64  # codes of a row whose scales are in one 128x4 tile
+PREFETCHED_CODES_PER_ROW = 1024  # codes of a row in all SMEM stages together
 GRID_TILE_WIDTH = 8  # of the snake, in tiles
 
 
 class BlockScaledCodes(NamedTuple):
-    """An operand, contraction last: uint8 `codes` [..., rows, k / 2], two a byte, and `scales`, flat, in tiles."""
+    """A K-major operand: `codes` uint8 [..., rows, k / 2], two per byte, and `scales`, flat, in 128x4 tiles."""
 
     codes: jax.Array
     scales: jax.Array
 
 
 def unsupported_block_scaled_gemm(*sizes: int, capability: tuple[int, int] | None) -> str | None:
-    """Why matrices with sides of these sizes are not served, or None."""
+    """Returns why the kernels do not support matrices with these dims, or None."""
     if capability is None or capability[0] != 10:
         return "block-scaled GEMM kernels of experts are written for compute capability 10"
     for size in sizes:
@@ -67,49 +74,55 @@ def unsupported_block_scaled_gemm(*sizes: int, capability: tuple[int, int] | Non
 def block_scaled_grouped_gemm(
     x: BlockScaledCodes, w: BlockScaledCodes, alpha: jax.Array, experts: jax.Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> jax.Array:
-    """[rows, n] of x [rows, k] and w [experts, n, k] of each tile's expert, times alpha[e]; `experts` int32
-    [rows / OUTPUT_TILE_SIZE], the number of experts where a tile has none."""
-    count, n, _ = w.codes.shape
-    known, own = experts < count, jnp.minimum(experts, count - 1)
-    step = _k_step(2 * x.codes.shape[1])
-    num_k_steps = jnp.where(known, 2 * x.codes.shape[1] // step, 0)
-    across, down = n // OUTPUT_TILE_SIZE, experts.shape[0]
+    """Returns [rows, n]: x [rows, k] times w[e] [n, k] of each tile's expert, times alpha[e].
 
-    def work(index, own, num_k_steps, factor):
-        i, j = plgpu.planar_snake(index, (down, across), 1, GRID_TILE_WIDTH)
-        return GroupedOutputTile(i, own[i] * across + j, i, j, num_k_steps[i], 0, factor[i])
+    `experts` int32 [rows / OUTPUT_TILE_SIZE] is the expert of each tile, or the number of experts if it has none.
+    """
+    num_experts, n, _ = w.codes.shape
+    has_expert, expert = experts < num_experts, jnp.minimum(experts, num_experts - 1)
+    k_step = _k_step(2 * x.codes.shape[1])
+    num_k_steps = jnp.where(has_expert, 2 * x.codes.shape[1] // k_step, 0)
+    tiles_across, tiles_down = n // OUTPUT_TILE_SIZE, experts.shape[0]
+
+    def tile_of(index, expert, num_k_steps, alpha):
+        i, j = plgpu.planar_snake(index, (tiles_down, tiles_across), 1, GRID_TILE_WIDTH)
+        return GroupedOutputTile(i, expert[i] * tiles_across + j, i, j, num_k_steps[i], 0, alpha[i])
 
     shape = jax.ShapeDtypeStruct((x.codes.shape[0], n), dtype)
-    return _launch(work, down * across, step, shape, x, w, own, num_k_steps, alpha[own])
+    return _launch(tile_of, tiles_down * tiles_across, k_step, shape, x, w, expert, num_k_steps, alpha[expert])
 
 
 def block_scaled_grouped_wgrad_gemm(
     x: BlockScaledCodes, dy: BlockScaledCodes, alpha: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """float32 [experts, m, n] of x [m, rows] and dy [n, rows], over each expert's own rows, times alpha[e]; `counts`
-    int32 [experts], rows of each."""
+    """Returns float32 [experts, m, n]: x [m, rows] times dy [n, rows] over each expert's own rows, times alpha[e].
+
+    `counts` int32 [experts] are the numbers of rows.
+    """
     (m, _), (n, _) = x.codes.shape, dy.codes.shape
     num_k_steps = -(-counts // OUTPUT_TILE_SIZE)
-    first, sides = jnp.cumsum(num_k_steps) - num_k_steps, (m // OUTPUT_TILE_SIZE, n // OUTPUT_TILE_SIZE)
-    each = sides[0] * sides[1]
+    first_k_step, tile_counts = jnp.cumsum(num_k_steps) - num_k_steps, (m // OUTPUT_TILE_SIZE, n // OUTPUT_TILE_SIZE)
+    tiles_per_expert = tile_counts[0] * tile_counts[1]
 
-    def work(index, first, num_k_steps, factor):
-        e = lax.div(index, jnp.int32(each))
-        i, j = plgpu.planar_snake(lax.rem(index, jnp.int32(each)), sides, 1, GRID_TILE_WIDTH)
-        return GroupedOutputTile(i, j, e * sides[0] + i, j, num_k_steps[e], first[e], factor[e])
+    def tile_of(index, first_k_step, num_k_steps, alpha):
+        e = lax.div(index, jnp.int32(tiles_per_expert))
+        i, j = plgpu.planar_snake(lax.rem(index, jnp.int32(tiles_per_expert)), tile_counts, 1, GRID_TILE_WIDTH)
+        return GroupedOutputTile(i, j, e * tile_counts[0] + i, j, num_k_steps[e], first_k_step[e], alpha[e])
 
     shape = jax.ShapeDtypeStruct((counts.shape[0], m, n), jnp.float32)
-    return _launch(work, counts.shape[0] * each, OUTPUT_TILE_SIZE, shape, x, dy, first, num_k_steps, alpha)
+    return _launch(
+        tile_of, counts.shape[0] * tiles_per_expert, OUTPUT_TILE_SIZE, shape, x, dy, first_k_step, num_k_steps, alpha
+    )
 
 
 def _k_step(k: int) -> int:
-    """Codes of a row that one step multiplies."""
+    """Returns the codes of a row that one k step multiplies."""
     return 2 * OUTPUT_TILE_SIZE if k % (2 * OUTPUT_TILE_SIZE) == 0 else OUTPUT_TILE_SIZE
 
 
 class GroupedOutputTile(NamedTuple):
-    """One output tile: index of its tile of a's rows and of b's, its row and column of tiles in the output,
-    `num_k_steps` from `first_k_step` on, and alpha. With `num_k_steps == 0` it is written as zeros."""
+    """One output tile: tile indices into the rows of a and of b, its position in tiles, `num_k_steps`, `first_k_step`
+    and alpha. With `num_k_steps == 0` it is written as zeros."""
 
     a_tile: jax.Array
     b_tile: jax.Array
@@ -121,51 +134,56 @@ class GroupedOutputTile(NamedTuple):
 
 
 def _launch(
-    work_of: Callable[..., GroupedOutputTile], count: int, step: int, shape: jax.ShapeDtypeStruct,
+    work_of: Callable[..., GroupedOutputTile], count: int, k_step: int, shape: jax.ShapeDtypeStruct,
     a: BlockScaledCodes, b: BlockScaledCodes, *tables: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Returns an array like `shape` of `count` tiles; `work_of(index, *tables)` returns the tile."""
+    """Returns an array of `shape`, computed in `count` output tiles; `work_of(index, *tables)` returns each."""
     if is_interpreting():
-        return _through_xla(functools.partial(_reference_tile, work_of, step, a, b, tables), count, shape)
-    stages, wide = PREFETCHED_CODES_PER_ROW // step, 64 if shape.dtype == jnp.bfloat16 else 32
-    order, out_order = _transforms(step, 4), _transforms(wide, 8 * jnp.dtype(shape.dtype).itemsize)
-    scales = plgpu.SMEM((stages, 1, step // K_TILE, 32, 16), jnp.float8_e4m3fn)
-    in_tensor_memory = plgpu.TMEM(
-        (OUTPUT_TILE_SIZE, step // NVFP4_SCALE_BLOCK), jnp.float8_e4m3fn, layout=plgpu.TMEMLayout.SCALES_LAYOUT
+        return _through_xla(functools.partial(_reference_tile, work_of, k_step, a, b, tables), count, shape)
+    stages, width = PREFETCHED_CODES_PER_ROW // k_step, 64 if shape.dtype == jnp.bfloat16 else 32
+    code_transforms, out_transforms = (
+        _transforms(k_step, 4),
+        _transforms(width, 8 * jnp.dtype(shape.dtype).itemsize),
     )
-    codes = plgpu.SMEM((stages, OUTPUT_TILE_SIZE, step), jnp.float4_e2m1fn, transforms=order)
+    scales = plgpu.SMEM((stages, 1, k_step // K_TILE, 32, 16), jnp.float8_e4m3fn)
+    scales_tmem = plgpu.TMEM(
+        (OUTPUT_TILE_SIZE, k_step // NVFP4_SCALE_BLOCK), jnp.float8_e4m3fn, layout=plgpu.TMEMLayout.SCALES_LAYOUT
+    )
+    codes = plgpu.SMEM((stages, OUTPUT_TILE_SIZE, k_step), jnp.float4_e2m1fn, transforms=code_transforms)
     barrier = functools.partial(plgpu.Barrier, orders_tensor_core=True)
     record_architecture()
     run = plgpu.kernel(
-        functools.partial(_kernel, work_of=work_of, count=count, step=step),
+        functools.partial(_kernel, work_of=work_of, count=count, step=k_step),
         out_type=shape,
         grid=(num_sms(),),
         grid_names=("block",),
         num_threads=2,
         thread_name="warpgroup",
-        # No Warpgroup semantics, as Hopper's have: in JAX 0.10.2 a single warp cannot copy scales under them.
-        kernel_name="gemm",  # by which halfbyte.hlo finds it in compiled programs
+        # Not LoweringSemantics.Warpgroup as on Hopper: in JAX 0.10.2 a single warp cannot copy scales under it.
+        kernel_name="gemm",  # halfbyte.hlo identifies the kernel in compiled programs by this name
         scratch_types={
             "operand_stages": (codes, codes, scales, scales),
-            "scales": (in_tensor_memory, in_tensor_memory),
+            "scales": (scales_tmem, scales_tmem),
             "accumulators": plgpu.TMEM((OUTPUT_TILE_SIZE, 2 * OUTPUT_TILE_SIZE), jnp.float32),
-            "epilogue_smem": plgpu.SMEM((2, OUTPUT_TILE_SIZE, wide), shape.dtype, transforms=out_order),
+            "epilogue_smem": plgpu.SMEM((2, OUTPUT_TILE_SIZE, width), shape.dtype, transforms=out_transforms),
             "tma_barriers": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
             "mma_barriers": barrier(num_barriers=stages),
             "accumulator_ready": barrier(num_barriers=2),
             "accumulator_free": barrier(num_barriers=2),
         },
     )
-    return run(*(_elements(each.codes) for each in (a, b)), *(_swizzled_scales(each) for each in (a, b)), *tables)
+    return run(
+        *(_elements(operand.codes) for operand in (a, b)), *(_swizzled_scales(operand) for operand in (a, b)), *tables
+    )
 
 
 def _through_xla(
     tile_of: Callable[[jax.Array], tuple[jax.Array, ...]], count: int, shape: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    """Computes the same tiles through XLA and assembles them."""
-    down, across = math.prod(shape.shape[:-1]) // OUTPUT_TILE_SIZE, shape.shape[-1] // OUTPUT_TILE_SIZE
+    """Computes the output tiles through XLA and assembles them."""
+    tiles_down, tiles_across = math.prod(shape.shape[:-1]) // OUTPUT_TILE_SIZE, shape.shape[-1] // OUTPUT_TILE_SIZE
     i, j, tiles = lax.map(tile_of, jnp.arange(count, dtype=jnp.int32))
-    out = jnp.full((down, across, OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE), jnp.nan).at[i, j].set(tiles)
+    out = jnp.full((tiles_down, tiles_across, OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE), jnp.nan).at[i, j].set(tiles)
     out = round_bfloat16(out) if shape.dtype == jnp.bfloat16 else out
     return out.transpose(0, 2, 1, 3).reshape(shape.shape).astype(shape.dtype)
 
@@ -179,33 +197,37 @@ def _reference_tile(
     index: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Returns (tile row, tile column, values) of one output tile from decoded operands."""
-    work, k = work_of(index, *tables), 2 * a.codes.shape[-1]
-    k_step = jnp.arange(k, dtype=jnp.int32) // step - work.first_k_step
-    mine = (k_step >= 0) & (k_step < work.num_k_steps)
+    tile, k = work_of(index, *tables), 2 * a.codes.shape[-1]
+    k_step = jnp.arange(k, dtype=jnp.int32) // step - tile.first_k_step
+    in_range = (k_step >= 0) & (k_step < tile.num_k_steps)
 
-    def part(operand: BlockScaledCodes, tile: jax.Array) -> jax.Array:
-        codes = lax.dynamic_slice_in_dim(operand.codes.reshape(-1, k // 2), tile * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE)
+    def dequantize(operand: BlockScaledCodes, row_tile: jax.Array) -> jax.Array:
+        codes = lax.dynamic_slice_in_dim(
+            operand.codes.reshape(-1, k // 2), row_tile * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE
+        )
         scales = lax.dynamic_slice_in_dim(
             operand.scales,
-            tile * OUTPUT_TILE_SIZE * (k // NVFP4_SCALE_BLOCK),
+            row_tile * OUTPUT_TILE_SIZE * (k // NVFP4_SCALE_BLOCK),
             OUTPUT_TILE_SIZE * (k // NVFP4_SCALE_BLOCK),
         )
         values = decode(E4M3, unswizzle_scales(scales, OUTPUT_TILE_SIZE, k // NVFP4_SCALE_BLOCK))
-        return jnp.where(mine, decode(E2M1, unpack_nibbles(codes)) * jnp.repeat(values, NVFP4_SCALE_BLOCK, axis=1), 0)
+        return jnp.where(
+            in_range, decode(E2M1, unpack_nibbles(codes)) * jnp.repeat(values, NVFP4_SCALE_BLOCK, axis=1), 0
+        )
 
-    acc = jnp.dot(part(a, work.a_tile), part(b, work.b_tile).T, precision=lax.Precision.HIGHEST)
-    return work.tile_row, work.tile_column, jnp.where(work.num_k_steps > 0, acc * work.alpha, 0)
+    acc = jnp.dot(dequantize(a, tile.a_tile), dequantize(b, tile.b_tile).T, precision=lax.Precision.HIGHEST)
+    return tile.tile_row, tile.tile_column, jnp.where(tile.num_k_steps > 0, acc * tile.alpha, 0)
 
 
 def _elements(codes: jax.Array) -> jax.Array:
-    """uint8 [..., k / 2] -> float4 [..., k]."""
+    """Bitcasts codes: uint8 [..., k / 2] -> float4 [..., k]."""
     return lax.bitcast_convert_type(codes, jnp.float4_e2m1fn).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def _swizzled_scales(operand: BlockScaledCodes) -> jax.Array:
-    """E4M3 [tiles down, tiles across, 32, 16]."""
-    across = 2 * operand.codes.shape[-1] // K_TILE
-    return lax.bitcast_convert_type(operand.scales, jnp.float8_e4m3fn).reshape(-1, across, 32, 16)
+    """Returns the scales as E4M3 [row tiles, k tiles, 32, 16]."""
+    k_tiles = 2 * operand.codes.shape[-1] // K_TILE
+    return lax.bitcast_convert_type(operand.scales, jnp.float8_e4m3fn).reshape(-1, k_tiles, 32, 16)
 
 
 def _transforms(columns: int, bits: int) -> tuple[object, ...]:
@@ -214,8 +236,8 @@ def _transforms(columns: int, bits: int) -> tuple[object, ...]:
 
 
 class SharedMemory(NamedTuple):
-    """Scratch of a CTA: `stages` buffers of a, b and their scales, the scales of the current MMA and accumulators of
-    two tiles in tensor memory, two epilogue buffers; and the barriers between TMA, MMA and epilogue.
+    """Scratch of a CTA: SMEM stages of a, b and their scales; in TMEM the scales of the current MMA and accumulators of
+    two tiles; two epilogue buffers; the mbarriers between TMA, MMA and epilogue.
     """
 
     operand_stages: tuple[Ref, ...]
@@ -234,45 +256,47 @@ def _kernel(*refs, work_of, count, step, **scratch):
         SharedMemory(**scratch)
     )
     stages = tma_barriers.shape[0]
-    across = b.shape[-2] // OUTPUT_TILE_SIZE  # tiles of a matrix
+    tiles_across = b.shape[-2] // OUTPUT_TILE_SIZE  # row tiles of one matrix of b
 
-    def fetch(work, begun):
-        left, right = pl.ds(work.a_tile * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE), work.b_tile
-        rows = b.at[lax.div(right, across)] if len(b.shape) == 3 else b
-        rows_at = pl.ds((lax.rem(right, across) if len(b.shape) == 3 else right) * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE)
+    def load_operands(tile, steps_done):
+        a_rows, b_tile = pl.ds(tile.a_tile * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE), tile.b_tile
+        b_matrix = b.at[lax.div(b_tile, tiles_across)] if len(b.shape) == 3 else b
+        b_rows = pl.ds(
+            (lax.rem(b_tile, tiles_across) if len(b.shape) == 3 else b_tile) * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE
+        )
 
-        def one(k_step, _carry):
-            number = begun + k_step
-            stage = lax.rem(number, stages)
+        def load_stage(k_step, _carry):
+            pipeline_step = steps_done + k_step
+            stage = lax.rem(pipeline_step, stages)
 
-            @pl.when(number >= stages)
+            @pl.when(pipeline_step >= stages)
             def _():
-                plgpu.barrier_wait(mma_barriers.at[stage])
+                plgpu.barrier_wait(mma_barriers.at[stage])  # the MMA that read this stage last
 
-            at = work.first_k_step + k_step
-            columns, tiles = pl.ds(at * step, step), pl.ds(at * (step // K_TILE), step // K_TILE)
-            parts = (
-                a.at[left, columns],
-                rows.at[rows_at, columns],
-                a_scales.at[pl.ds(work.a_tile, 1), tiles],
-                b_scales.at[pl.ds(right, 1), tiles],
+            k_index = tile.first_k_step + k_step
+            codes, scale_tiles = pl.ds(k_index * step, step), pl.ds(k_index * (step // K_TILE), step // K_TILE)
+            sources = (
+                a.at[a_rows, codes],
+                b_matrix.at[b_rows, codes],
+                a_scales.at[pl.ds(tile.a_tile, 1), scale_tiles],
+                b_scales.at[pl.ds(b_tile, 1), scale_tiles],
             )
-            for part, buffer in zip(parts, operand_stages, strict=True):
-                plgpu.copy_gmem_to_smem(part, buffer.at[stage], tma_barriers.at[stage])
+            for source, buffer in zip(sources, operand_stages, strict=True):
+                plgpu.copy_gmem_to_smem(source, buffer.at[stage], tma_barriers.at[stage])
 
-        lax.fori_loop(0, work.num_k_steps, one, None)
+        lax.fori_loop(0, tile.num_k_steps, load_stage, None)
 
-    def multiply(work, begun, half):
-        into = acc.at[:, pl.ds(half * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE)]
+    def multiply(tile, steps_done, half):
+        accumulator = acc.at[:, pl.ds(half * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE)]
 
-        def one(k_step, _carry):
-            stage = lax.rem(begun + k_step, stages)
+        def issue_mma(k_step, _carry):
+            stage = lax.rem(steps_done + k_step, stages)
             plgpu.barrier_wait(tma_barriers.at[stage])
-            lhs, rhs, *both = (buffer.at[stage] for buffer in operand_stages)
-            for part, place in zip(both, scales, strict=True):
-                plgpu.async_copy_scales_to_tmem(part, place)
+            lhs, rhs, *stage_scales = (buffer.at[stage] for buffer in operand_stages)
+            for source, target in zip(stage_scales, scales, strict=True):
+                plgpu.async_copy_scales_to_tmem(source, target)
             plgpu.tcgen05_mma(
-                into,
+                accumulator,
                 lhs,
                 transpose_ref(rhs, (1, 0)),
                 mma_barriers.at[stage],
@@ -281,43 +305,43 @@ def _kernel(*refs, work_of, count, step, **scratch):
                 accumulate=k_step > 0,
             )
 
-        lax.fori_loop(0, work.num_k_steps, one, None)
+        lax.fori_loop(0, tile.num_k_steps, issue_mma, None)
         plgpu.tcgen05_commit_arrive(accumulator_ready.at[half])
 
-    def send(work, part_of):
-        place = out if len(out.shape) == 2 else out.at[lax.div(work.tile_row, out.shape[1] // OUTPUT_TILE_SIZE)]
-        down = work.tile_row if len(out.shape) == 2 else lax.rem(work.tile_row, out.shape[1] // OUTPUT_TILE_SIZE)
-        wide = epilogue_smem.shape[2]
-        for i in range(OUTPUT_TILE_SIZE // wide):
+    def store_tile(tile, chunk_of):
+        matrix = out if len(out.shape) == 2 else out.at[lax.div(tile.tile_row, out.shape[1] // OUTPUT_TILE_SIZE)]
+        tile_row = tile.tile_row if len(out.shape) == 2 else lax.rem(tile.tile_row, out.shape[1] // OUTPUT_TILE_SIZE)
+        width = epilogue_smem.shape[2]
+        for i in range(OUTPUT_TILE_SIZE // width):
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            epilogue_smem[i % 2] = part_of(i).astype(out.dtype)
+            epilogue_smem[i % 2] = chunk_of(i).astype(out.dtype)
             plgpu.commit_smem()
-            columns = pl.ds(work.tile_column * OUTPUT_TILE_SIZE + i * wide, wide)
+            columns = pl.ds(tile.tile_column * OUTPUT_TILE_SIZE + i * width, width)
             plgpu.copy_smem_to_gmem(
-                epilogue_smem.at[i % 2], place.at[pl.ds(down * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE), columns]
+                epilogue_smem.at[i % 2], matrix.at[pl.ds(tile_row * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE), columns]
             )
 
-    def store(work, half):
-        wide = epilogue_smem.shape[2]
+    def run_epilogue(tile, half):
+        width = epilogue_smem.shape[2]
 
-        @pl.when(work.num_k_steps > 0)
+        @pl.when(tile.num_k_steps > 0)
         def _():
             plgpu.barrier_wait(accumulator_ready.at[half])
-            parts = acc.at[:, pl.ds(half * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE)]
-            send(work, lambda i: plgpu.async_load_tmem(parts.at[:, pl.ds(i * wide, wide)]) * work.alpha)
+            accumulator = acc.at[:, pl.ds(half * OUTPUT_TILE_SIZE, OUTPUT_TILE_SIZE)]
+            store_tile(tile, lambda i: plgpu.async_load_tmem(accumulator.at[:, pl.ds(i * width, width)]) * tile.alpha)
             plgpu.wait_load_tmem()
             plgpu.barrier_arrive(accumulator_free.at[half])
 
-        @pl.when(work.num_k_steps == 0)
+        @pl.when(tile.num_k_steps == 0)
         def _():
-            zero = jnp.zeros((OUTPUT_TILE_SIZE, wide), jnp.float32)
-            send(work, lambda i: plgpu.layout_cast(zero, plgpu.Layout.TCGEN05))
+            zeros = jnp.zeros((OUTPUT_TILE_SIZE, width), jnp.float32)
+            store_tile(tile, lambda i: plgpu.layout_cast(zeros, plgpu.Layout.TCGEN05))
 
     @plgpu.nd_loop((count,), collective_axes="block", init_carry=(jnp.int32(0), jnp.int32(0)))
     def _(loop, carry):
-        begun, busy = carry  # steps and tiles with steps, of this block until now
-        work = work_of(loop.index[0], *tables)
-        half = lax.rem(busy, jnp.int32(2))
+        steps_done, tiles_done = carry  # of this CTA: k steps, and tiles that have k steps
+        tile = work_of(loop.index[0], *tables)
+        half = lax.rem(tiles_done, jnp.int32(2))
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
@@ -325,20 +349,20 @@ def _kernel(*refs, work_of, count, step, **scratch):
             def _(warp):
                 @pl.when(warp == 0)
                 def _():
-                    fetch(work, begun)
+                    load_operands(tile, steps_done)
 
-                @pl.when((warp == 1) & (work.num_k_steps > 0))
+                @pl.when((warp == 1) & (tile.num_k_steps > 0))
                 def _():
-                    @pl.when(busy > 1)
+                    @pl.when(tiles_done > 1)
                     def _():
-                        plgpu.barrier_wait(accumulator_free.at[half])
+                        plgpu.barrier_wait(accumulator_free.at[half])  # the epilogue that loads it from TMEM
 
-                    multiply(work, begun, half)
+                    multiply(tile, steps_done, half)
 
         @pl.when(lax.axis_index("warpgroup") == 1)
         def _():
-            store(work, half)
+            run_epilogue(tile, half)
 
-        return begun + work.num_k_steps, busy + (work.num_k_steps > 0).astype(jnp.int32)
+        return steps_done + tile.num_k_steps, tiles_done + (tile.num_k_steps > 0).astype(jnp.int32)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

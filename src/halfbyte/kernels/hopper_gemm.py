@@ -1,19 +1,26 @@
-"""bf16 GEMM for Hopper (Mosaic GPU) whose float32 accumulator is multiplied by a device scalar before its one rounding.
+"""bf16 GEMM for Hopper (Mosaic GPU) that multiplies its float32 accumulator by a device scalar and rounds once.
 
-    out = round(alpha * (A . B)),   alpha = left * right
+    out = round(alpha * (A . B)),   alpha = left * right, the decode scales of both operands
 
-cuBLAS takes alpha from the host only, so XLA either writes a float32 result and reads it back to scale it, or takes a
-slower GEMM. Here alpha costs one multiply an element in the epilogue. Three layouts serve the three GEMMs of a linear,
-none of which moves its operands first:
+Why a kernel: code * block scale is exact in bf16, so a bf16 GEMM over block-dequantized operands computes the products
+of an NVFP4 GEMM, up to alpha. cuBLAS takes alpha from the host only. XLA then writes a float32 result and reads it back
+to scale it, or takes a slower GEMM. Here alpha costs one multiply per element in the epilogue: same bits, 5-11% faster
+than XLA's two passes on an H200 (docs/LOG.md, "A GEMM with alpha in its epilogue").
 
-    "nn"  FPROP  x [m, k]   w [k, n]
-    "nt"  DGRAD  dy [m, k]  w [n, k]
-    "tn"  WGRAD  x [k, m]   dy [k, n]
+    "nn"  fprop  x [m, k]   w [k, n]
+    "nt"  dgrad  dy [m, k]  w [n, k]
+    "tn"  wgrad  x [k, m]   dy [k, n]
 
-One producer warpgroup loads shared memory through TMA, two consumer warpgroups multiply. The kernel is persistent: one
-CTA per SM loops over output tiles in a snake, so that neighbours share operands in L2. Where tiles do not divide a
-size, TMA reads zeros beyond the array's end and writes nothing there. It moves rows in chunks of 128, 64 or 32 bytes,
-the largest that divides them.
+How it works: a persistent, warp-specialized kernel. Each CTA has one producer warpgroup, which loads stages of a and b
+through TMA, and two consumer warpgroups, which split the CTA tile and issue WGMMAs; full and empty mbarriers guard each
+stage. WGMMA reads transposed tiles from SMEM, so no layout copies an operand. CTAs walk the output tiles in a snake, so
+that neighbours share operands in L2. TMA reads zeros and writes nothing beyond an array's end, which serves sizes that
+no tile divides; it moves rows in chunks of 128, 64 or 32 bytes, the widest that divides them.
+
+How it differs: JAX's `emit_pipeline_warp_specialized` drains its stages after every output tile, and with a WGMMA in
+flight it overwrote operands that were still being read (docs/LOG.md, "Operands overwritten while they were read").
+Here k steps of all tiles of a CTA share one pipeline, so the next tile's loads overlap this tile's epilogue. Both
+consumers work on one tile, as in CUTLASS's cooperative schedule; its ping-pong schedule was not tried.
 """
 
 import dataclasses
@@ -36,7 +43,7 @@ from halfbyte.kernels.tensor_scale_kernel import GEMM_ALPHA_INDEX, SCALE_VECTOR_
 
 plgpu = lazy_module("jax.experimental.pallas.mosaic_gpu")
 GEMM_LAYOUTS = ("nn", "nt", "tn")
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # registers of a thread, of the 65,536 that three warpgroups share
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # per thread; three warpgroups share 65,536 registers
 ALIGNMENT = 16  # bf16 elements in the smallest chunk of a row that TMA moves, 32 bytes
 
 
@@ -97,7 +104,7 @@ def default_tiling(layout: str, m: int, n: int, k: int, out_dtype: DTypeLike) ->
 
 
 def gemm_sizes(a_shape: tuple[int, ...], b_shape: tuple[int, ...], layout: str) -> tuple[int, int, int]:
-    """m, n, k of a product; raises if the shapes do not match."""
+    """Returns (m, n, k) of a GEMM; raises ValueError if the shapes do not match."""
     if layout not in GEMM_LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(GEMM_LAYOUTS)}, got {layout!r}")
     k, m = a_shape if layout == "tn" else a_shape[::-1]
@@ -116,15 +123,15 @@ def unsupported_gemm(
     out_dtype: DTypeLike = jnp.bfloat16,
     capability: tuple[int, int] | None = None,
 ) -> str | None:
-    """Why the GEMM kernel cannot serve, or None."""
+    """Returns why the GEMM kernel does not support the shape or device, or None."""
     if capability is not None and capability[0] != 9:
         return f"the GEMM kernel is written for compute capability 9.0, got {capability[0]}.{capability[1]}"
     tiling = default_tiling(layout, m, n, k, out_dtype)
-    for name, size, least in zip("mnk", (m, n, k), (*tiling.cta_tile, tiling.block_k), strict=True):
+    for name, size, minimum in zip("mnk", (m, n, k), (*tiling.cta_tile, tiling.block_k), strict=True):
         if size % ALIGNMENT:
             return f"the GEMM kernel needs {name} to be a multiple of {ALIGNMENT}, got {size}"
-        if size < least:
-            return f"the GEMM kernel needs {name} to be at least {least}, got {size}"
+        if size < minimum:
+            return f"the GEMM kernel needs {name} to be at least {minimum}, got {size}"
     return None
 
 
@@ -139,10 +146,16 @@ def matmul(
     out_dtype: DTypeLike = jnp.bfloat16,
     tiling: GemmTiling | None = None,
 ) -> jax.Array:
-    """alpha * (A . B) in `out_dtype` (bfloat16 or float32), rounded once; alpha = left * right in float32.
+    """Returns round(alpha * (A . B)) as `out_dtype` (bfloat16 or float32), rounded once; alpha = left * right.
 
-    a and b are bf16. left and right are float32 scalars on the device, or the vectors of `compute_tensor_scale`, whose
-    alpha is taken: NaN for a non-finite operand. Interpreted, XLA computes the same, on any device.
+    Args:
+        a: bf16 [m, k], or [k, m] under "tn".
+        b: bf16 [k, n], or [n, k] under "nt".
+        left: float32 scalar on the device, or the vector of `compute_tensor_scale`, of which the kernel reads alpha.
+            Alpha is NaN for a non-finite operand.
+        right: The same for b.
+
+    Interpreted, XLA computes the same on any device.
     """
     m, n, k = gemm_sizes(a.shape, b.shape, layout)
     tiling = tiling or default_tiling(layout, m, n, k, out_dtype)
@@ -164,24 +177,24 @@ def matmul(
         grid_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
-        kernel_name="gemm",  # by which halfbyte.hlo finds it in compiled programs
+        kernel_name="gemm",  # halfbyte.hlo identifies the kernel in compiled programs by this name
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     return run(a, b, left.reshape(-1), right.reshape(-1))
 
 
 def _alpha_of(scale: Any) -> Any:
-    """Returns the GEMM's alpha from a scalar or a vector of `compute_tensor_scale` (an array or a ref)."""
+    """Returns the operand's share of alpha: the scalar, or the entry of its scale vector (an array or a ref)."""
     if scale.shape == ():
         return scale
     return scale[GEMM_ALPHA_INDEX if scale.shape == (SCALE_VECTOR_SIZE,) else 0]
 
 
 def _xla_gemm(a: jax.Array, b: jax.Array, alpha: jax.Array, layout: str, out_dtype: DTypeLike) -> jax.Array:
-    summed = (0 if layout == "tn" else 1,), (1 if layout == "nt" else 0,)
-    y = lax.dot_general(a, b, (summed, ((), ())), preferred_element_type=jnp.float32) * alpha
+    contracting = (0 if layout == "tn" else 1,), (1 if layout == "nt" else 0,)
+    y = lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=jnp.float32) * alpha
     if jnp.dtype(out_dtype) == jnp.bfloat16:
-        y = lax.reduce_precision(y, 8, 7)  # a rounding that XLA does not remove
+        y = lax.reduce_precision(y, 8, 7)  # XLA may drop the rounding of a cast, but not reduce_precision
     return y.astype(out_dtype)
 
 
@@ -190,22 +203,24 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str):
     *tiles, num_k_steps = tiling.tile_counts(gemm_sizes(a.shape, b.shape, layout))
     alpha = _alpha_of(left) * _alpha_of(right)
 
-    def work(index):
+    def tile_of(index):
         i, j = plgpu.planar_snake(index, tuple(tiles), 0 if tiling.grid_minor_dim == "m" else 1, tiling.grid_tile_width)
         rows, columns = pl.ds(i * block_m, block_m), pl.ds(j * block_n, block_n)
         a_tile = a.at[:, rows] if layout == "tn" else a.at[rows, :]
         b_tile = b.at[columns, :] if layout == "nt" else b.at[:, columns]
         return OutputTile(a_tile, b_tile, out.at[rows, columns], num_k_steps, alpha)
 
-    persistent_gemm(work, tiles[0] * tiles[1], (a, b, out), tiling=tiling, layout=layout)
+    persistent_gemm(tile_of, tiles[0] * tiles[1], (a, b, out), tiling=tiling, layout=layout)
 
 
-Ref = Any  # a view of memory, as Mosaic GPU hands it to a body
+Ref = Any  # a Mosaic GPU memory reference
 
 
 class OutputTile(NamedTuple):
-    """One output tile: refs to its slices of a, b and out, `num_k_steps` from `first_k_step` on, and alpha. With
-    `num_k_steps == 0` (an expert without rows) the tile is written as zeros."""
+    """One output tile: refs to its slices of a, b and out, `first_k_step`, `num_k_steps` and alpha.
+
+    With `num_k_steps == 0` (an expert without rows) the tile is written as zeros.
+    """
 
     a: Ref
     b: Ref
@@ -218,45 +233,48 @@ class OutputTile(NamedTuple):
 def persistent_gemm(
     work_of: Callable[[jax.Array], OutputTile], count: int, arrays: Sequence[Ref], *, tiling: GemmTiling, layout: str,
 ) -> None:  # fmt: skip
-    """Loops over the `count` output tiles, each CTA over every `num_sms()`-th; `work_of(index)` returns the tile. Of
-    `arrays` (a, b and out, whole) only dtypes and widths are read here.
+    """Persistent loop over `count` output tiles, of which each CTA computes every `num_sms()`-th.
 
-    The pipeline of shared memory is not drained between tiles: the producer loads the next tile's operands while the
-    consumers run this tile's epilogue. A stage is empty again when both consumer warpgroups have read it.
+    The SMEM pipeline is not drained between tiles: the producer loads the next tile's operands while the consumers run
+    this tile's epilogue. A stage is empty when both consumer warpgroups have read it.
+
+    Args:
+        work_of: Returns the output tile of an index.
+        arrays: a, b and out, whole; only their dtypes and widths are read here.
     """
     a, b, out = arrays
     block_m, block_n = tiling.cta_tile
     transposed_a, transposed_b = layout == "tn", layout == "nt"
     shape_a = (tiling.block_k, block_m) if transposed_a else (block_m, tiling.block_k)
     shape_b = (block_n, tiling.block_k) if transposed_b else (tiling.block_k, block_n)
-    in_order = _transforms(tiling.block_k, jnp.bfloat16, a.shape[-1], b.shape[-1])
-    out_order = _transforms(tiling.epilogue_n, out.dtype, out.shape[-1])
+    operand_transforms = _transforms(tiling.block_k, jnp.bfloat16, a.shape[-1], b.shape[-1])
+    out_transforms = _transforms(tiling.epilogue_n, out.dtype, out.shape[-1])
     num_epilogue_buffers = min(2, (tiling.warpgroup_m * tiling.warpgroup_n) // (tiling.epilogue_m * tiling.epilogue_n))
 
     @functools.partial(
         pl.run_scoped,
-        a_smem=plgpu.SMEM((tiling.stages, *shape_a), a.dtype, transforms=in_order),
-        b_smem=plgpu.SMEM((tiling.stages, *shape_b), b.dtype, transforms=in_order),
+        a_smem=plgpu.SMEM((tiling.stages, *shape_a), a.dtype, transforms=operand_transforms),
+        b_smem=plgpu.SMEM((tiling.stages, *shape_b), b.dtype, transforms=operand_transforms),
         out_smem=plgpu.SMEM(
-            (2, num_epilogue_buffers, tiling.epilogue_m, tiling.epilogue_n), out.dtype, transforms=out_order
+            (2, num_epilogue_buffers, tiling.epilogue_m, tiling.epilogue_n), out.dtype, transforms=out_transforms
         ),
-        full_barriers=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),  # copies of a and of b
-        empty_barriers=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),  # warpgroups that multiply
+        full_barriers=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),  # TMA loads of a and b
+        empty_barriers=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),  # consumer warpgroups
         collective_axes="warpgroup",
     )
     def _(a_smem, b_smem, out_smem, full_barriers, empty_barriers):
         warpgroup = lax.axis_index("warpgroup")
 
-        def tiles(visit):
-            """Calls visit(work, k steps before it) for every output tile of this CTA."""
+        def for_each_tile(visit):
+            """Calls visit(tile, number of k steps of earlier tiles) for every output tile of this CTA."""
             block, blocks = lax.axis_index("block"), lax.axis_size("block")
 
-            def one(iteration, before):
-                work = work_of(block + iteration * blocks)
-                visit(work, before)
-                return before + work.num_k_steps
+            def run_tile(iteration, steps_done):
+                tile = work_of(block + iteration * blocks)
+                visit(tile, steps_done)
+                return steps_done + tile.num_k_steps
 
-            lax.fori_loop(0, lax.div(count - block + blocks - 1, blocks), one, jnp.int32(0))
+            lax.fori_loop(0, lax.div(count - block + blocks - 1, blocks), run_tile, jnp.int32(0))
 
         def stage_of(step):
             return lax.rem(step, jnp.int32(tiling.stages))
@@ -264,31 +282,31 @@ def persistent_gemm(
         def producer():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-            def visit(work, before):
-                @pl.loop(0, work.num_k_steps)
+            def visit(tile, steps_done):
+                @pl.loop(0, tile.num_k_steps)
                 def _(k_step):
-                    stage, along = (
-                        stage_of(before + k_step),
-                        pl.ds((work.first_k_step + k_step) * tiling.block_k, tiling.block_k),
+                    stage, k_range = (
+                        stage_of(steps_done + k_step),
+                        pl.ds((tile.first_k_step + k_step) * tiling.block_k, tiling.block_k),
                     )
                     plgpu.barrier_wait(empty_barriers.at[stage])
-                    part_a = work.a.at[along, :] if transposed_a else work.a.at[:, along]
-                    part_b = work.b.at[:, along] if transposed_b else work.b.at[along, :]
-                    plgpu.copy_gmem_to_smem(part_a, a_smem.at[stage], full_barriers.at[stage])
-                    plgpu.copy_gmem_to_smem(part_b, b_smem.at[stage], full_barriers.at[stage])
+                    a_slice = tile.a.at[k_range, :] if transposed_a else tile.a.at[:, k_range]
+                    b_slice = tile.b.at[:, k_range] if transposed_b else tile.b.at[k_range, :]
+                    plgpu.copy_gmem_to_smem(a_slice, a_smem.at[stage], full_barriers.at[stage])
+                    plgpu.copy_gmem_to_smem(b_slice, b_smem.at[stage], full_barriers.at[stage])
 
-            tiles(visit)
+            for_each_tile(visit)
             for stage in range(tiling.stages):
                 plgpu.barrier_wait(empty_barriers.at[stage])
 
         def consumer():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            own_m = (
+            rows = (
                 pl.ds(warpgroup * tiling.warpgroup_m, tiling.warpgroup_m)
                 if tiling.warpgroup_split_dim == "m"
                 else slice(None)
             )
-            own_n = (
+            columns = (
                 pl.ds(warpgroup * tiling.warpgroup_n, tiling.warpgroup_n)
                 if tiling.warpgroup_split_dim == "n"
                 else slice(None)
@@ -296,59 +314,60 @@ def persistent_gemm(
             for stage in range(tiling.stages):
                 plgpu.barrier_arrive(empty_barriers.at[stage])
 
-            def visit(work, before):
+            def visit(tile, steps_done):
                 @functools.partial(pl.run_scoped, acc=plgpu.ACC((tiling.warpgroup_m, tiling.warpgroup_n), jnp.float32))
                 def _(acc):
-                    @pl.loop(0, work.num_k_steps)
+                    @pl.loop(0, tile.num_k_steps)
                     def _(k_step):
-                        stage = stage_of(before + k_step)
+                        stage = stage_of(steps_done + k_step)
                         plgpu.barrier_wait(full_barriers.at[stage])
-                        tile_a, tile_b = a_smem.at[stage], b_smem.at[stage]
-                        lhs = transpose_ref(tile_a.at[:, own_m], (1, 0)) if transposed_a else tile_a.at[own_m]
-                        rhs = transpose_ref(tile_b.at[own_n], (1, 0)) if transposed_b else tile_b.at[:, own_n]
+                        a_stage, b_stage = a_smem.at[stage], b_smem.at[stage]
+                        lhs = transpose_ref(a_stage.at[:, rows], (1, 0)) if transposed_a else a_stage.at[rows]
+                        rhs = transpose_ref(b_stage.at[columns], (1, 0)) if transposed_b else b_stage.at[:, columns]
                         plgpu.wgmma(acc, lhs, rhs)
                         plgpu.wgmma_wait(tiling.max_wgmma_in_flight)
 
+                        # A WGMMA in flight still reads its stage: release the stage of the last finished one.
                         @pl.when(k_step >= tiling.max_wgmma_in_flight)
                         def _():
                             plgpu.barrier_arrive(
-                                empty_barriers.at[stage_of(before + k_step - tiling.max_wgmma_in_flight)]
+                                empty_barriers.at[stage_of(steps_done + k_step - tiling.max_wgmma_in_flight)]
                             )
 
                     plgpu.wgmma_wait(0)
 
-                    @pl.loop(lax.max(work.num_k_steps - tiling.max_wgmma_in_flight, 0), work.num_k_steps)
+                    @pl.loop(lax.max(tile.num_k_steps - tiling.max_wgmma_in_flight, 0), tile.num_k_steps)
                     def _(k_step):
-                        plgpu.barrier_arrive(empty_barriers.at[stage_of(before + k_step)])
+                        plgpu.barrier_arrive(empty_barriers.at[stage_of(steps_done + k_step)])
 
-                    target = work.out.at[own_m, own_n]
-                    _epilogue(acc[...], work.alpha, out_smem, target, warpgroup, tiling, out.dtype)
+                    out_tile = tile.out.at[rows, columns]
+                    _epilogue(acc[...], tile.alpha, out_smem, out_tile, warpgroup, tiling, out.dtype)
 
-            tiles(visit)
+            for_each_tile(visit)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         lax.cond(warpgroup == 2, producer, consumer)
 
 
-def _epilogue(acc, alpha, out_smem, target, warpgroup, tiling: GemmTiling, dtype):
-    """Scales and rounds the accumulator once, and stores it in small tiles through two buffers of shared memory."""
+def _epilogue(acc, alpha, out_smem, out_tile, warpgroup, tiling: GemmTiling, dtype):
+    """Multiplies the accumulator by alpha, rounds once and stores it through double-buffered tiles in SMEM."""
     result = (acc * alpha).astype(dtype)
-    across = tiling.warpgroup_n // tiling.epilogue_n
+    num_columns = tiling.warpgroup_n // tiling.epilogue_n
     num_epilogue_buffers = out_smem.shape[1]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for index in range((tiling.warpgroup_m // tiling.epilogue_m) * across):
-        i, j = divmod(index, across)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # TMA stores of the previous tile still read the buffers
+    for index in range((tiling.warpgroup_m // tiling.epilogue_m) * num_columns):
+        i, j = divmod(index, num_columns)
         rows = slice(i * tiling.epilogue_m, (i + 1) * tiling.epilogue_m)
         columns = slice(j * tiling.epilogue_n, (j + 1) * tiling.epilogue_n)
-        place = index % num_epilogue_buffers
+        buffer = index % num_epilogue_buffers
         plgpu.wait_smem_to_gmem(num_epilogue_buffers - 1, wait_read_only=True)
-        out_smem[warpgroup, place] = result[rows, columns]
+        out_smem[warpgroup, buffer] = result[rows, columns]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, place], target.at[rows, columns])
+        plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, buffer], out_tile.at[rows, columns])
 
 
 def _transforms(columns: int, dtype: DTypeLike, *widths: int) -> tuple[Any, ...]:
-    """The swizzled order of shared memory for tiles at least `columns` wide of arrays with rows of `widths`."""
+    """Returns the SMEM tiling and swizzle for tiles at least `columns` wide of arrays with rows of `widths`."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * size * 8)
     while any(width * size % swizzle for width in widths):

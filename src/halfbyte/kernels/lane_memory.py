@@ -1,9 +1,9 @@
-"""Lane ops of kernels without tiles: a body computes its position and loads and stores memory itself.
+"""Lane ops of untiled kernels: a body computes its position and loads and stores memory itself.
 
-A body runs once per *lane* of every program. On the GPU its whole text is one inline-assembly block; on the host the
-same body runs once in NumPy, over arrays [programs, warps, blocks, lanes of a block], so that tests see the addresses,
-masks and exchanges that the GPU will use. Addresses are an array and a byte offset; a transfer moves 1, 2 or 4 units of
-1, 2 or 4 bytes, and a lane whose `where` is false reads zero and writes nothing.
+A body runs once per *lane* of every program. On the GPU its PTX is one inline-assembly block; on the host the same body
+runs once in NumPy, over arrays [programs, warps, blocks, lanes of a block], so that tests see the addresses, masks and
+shuffles that the GPU will use. An address is an array and a byte offset. A load or store moves 1, 2 or 4 units of 1, 2
+or 4 bytes; a lane whose `where` is false reads zero and writes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,15 @@ from halfbyte.kernels.lane_ops import Address
 from halfbyte.kernels.numpy_lanes import NumpyLaneOps
 from halfbyte.kernels.ptx_lanes import PtxLaneOps, PtxRegister, ptx_instruction
 
-SHARED_ARRAY_ID = -1  # the array that is a program's shared memory
-GROUP_BARRIER = "bar.sync barrier, 128;"  # of the 128 lanes of one program
+SHARED_ARRAY_ID = -1  # array number of a program's shared memory
+GROUP_BARRIER = "bar.sync barrier, 128;"  # synchronizes the 128 lanes of one program
 
 
 class PtxLaneMemoryOps(PtxLaneOps):
-    """Writes the whole kernel: operand i of the assembly block is the address of array i. Of an array in `layers` it is
-    that of a stack, and (n, bytes) says how long its layers are and that operand n has the number of the one meant.
+    """Emits the PTX of a whole kernel. Operand i of the assembly block is the address of array i.
+
+    For a stack slice, `layers[i]` is (n, bytes per layer): operand i is the address of the stack, and operand n points
+    to the layer index.
     """
 
     def __init__(self, columns: int, lanes: int | None = None, layers: Mapping[int, tuple[int, int]] | None = None):
@@ -30,7 +32,7 @@ class PtxLaneMemoryOps(PtxLaneOps):
         self.layers = layers or {}
 
     def kernel_source(self, programs: int, blocks: int, groups: int) -> str:
-        """Returns the kernel of `blocks` CTAs of `groups` warpgroups, each of which loops over programs."""
+        """Returns the PTX of a kernel of `blocks` CTAs of `groups` warpgroups, each of which loops over programs."""
         declared = {"r": ".b32", "f": ".f32", "h": ".b16", "p": ".pred", "d": ".b64"}
         lines = [f".reg {declared[k]} {k}<{n}>;" for k, n in self.count.items() if n]
         if self.shared_bytes:
@@ -38,7 +40,7 @@ class PtxLaneMemoryOps(PtxLaneOps):
         return "{\n" + "\n".join([*lines, *self._begin(programs, blocks, groups), *self._end(programs)]) + "\n}"
 
     def _begin(self, programs: int, blocks: int, groups: int) -> list[str]:
-        """Up to the body: a warpgroup's first program, its barrier (0 is the block's own) and its shared memory."""
+        """Returns the prologue: a warpgroup's first program, named barrier (0 is the CTA's) and shared memory."""
         lines = [
             ".reg .b32 program, following, thread, group, barrier, shared_start;",
             ".reg .pred more;",
@@ -47,12 +49,13 @@ class PtxLaneMemoryOps(PtxLaneOps):
             f"mov.u32 shared_start, {'shared_tile' if self.shared_bytes else 0};",
             "mov.u32 barrier, 0;",
         ]
-        for array, (number, size) in self.layers.items():
+        for array, (index_operand, layer_bytes) in self.layers.items():
             lines += [
                 f".reg .b64 layer{array};",
-                f"ld.global.nc.b32 group, [${number}];",
+                f"ld.global.nc.b32 group, [${index_operand}];",
                 f"cvt.u64.u32 layer{array}, group;",
-                f"mad.lo.u64 layer{array}, layer{array}, {size}, ${array};",  # a layer may have 4 GiB or more
+                # 64-bit: a layer may have 4 GiB or more
+                f"mad.lo.u64 layer{array}, layer{array}, {layer_bytes}, ${array};",
             ]
         if groups > 1:
             lines += [
@@ -62,11 +65,11 @@ class PtxLaneMemoryOps(PtxLaneOps):
                 f"mad.lo.u32 shared_start, group, {self.shared_bytes}, shared_start;",
                 "add.u32 barrier, group, 1;",
             ]
-        enough = [f"setp.ge.u32 more, program, {programs};", "@more bra.uni done;"]
-        return [*lines, *enough, "again:", f"add.u32 following, program, {blocks * groups};", *self.lines]
+        bounds_check = [f"setp.ge.u32 more, program, {programs};", "@more bra.uni done;"]
+        return [*lines, *bounds_check, "again:", f"add.u32 following, program, {blocks * groups};", *self.lines]
 
     def _end(self, programs: int) -> list[str]:
-        """After the body: on to the next program, once all lanes have read what they shared."""
+        """Returns the epilogue: advance to the next program once all lanes have read shared memory."""
         lines = [GROUP_BARRIER] if self.shared_bytes else []
         lines += ["mov.u32 program, following;", f"setp.lt.u32 more, program, {programs};"]
         return [*lines, "@more bra.uni again;", "done:"]
@@ -75,19 +78,19 @@ class PtxLaneMemoryOps(PtxLaneOps):
         return PtxRegister("program", "r")
 
     def next_program_id(self) -> PtxRegister:
-        """The program that this one's lanes run next; there may be none of that number."""
+        """Returns the id of the program that these lanes run next; it may be past the last."""
         return PtxRegister("following", "r")
 
     def prefetch(self, at, where):
-        """Prefetches the address into the cache."""
+        """Prefetches the address into L2."""
         self.lines.append(f"@{where.name} prefetch.global.L2 [{at.offset.name}];")
 
     def thread_id(self) -> PtxRegister:
-        """This lane's number among those of its program."""
+        """Returns the index of this lane in its program."""
         return PtxRegister("thread", "r")
 
     def u32_div_const(self, a, k):
-        """a // k for a < 2**31, by a product (Granlund and Montgomery, 1994): assemblers divide at run time."""
+        """Returns a // k for a < 2**31, by a multiplication (Granlund and Montgomery, 1994), as ptxas would divide."""
         bits = (k - 1).bit_length()
         if k == 1 << bits:
             return self.shr(a, bits) if bits else a
@@ -97,7 +100,7 @@ class PtxLaneMemoryOps(PtxLaneOps):
         return self.imad(self.u32_div_const(a, k), -k, a)
 
     multiply_high = ptx_instruction("mul.hi.u32", "rrr")
-    u32_max = ptx_instruction("max.u32", "rrr")  # of two unsigned numbers
+    u32_max = ptx_instruction("max.u32", "rrr")  # unsigned
 
     def logical_and(self, p, q):
         out = self.reg("p")
@@ -105,25 +108,25 @@ class PtxLaneMemoryOps(PtxLaneOps):
         return out
 
     def predicate_to_u32(self, p):
-        """1 where p holds, else 0."""
+        """Returns 1 where p is true, else 0."""
         out = self.reg("r")
         self.lines.append(f"selp.b32 {out.name}, 1, 0, {p.name};")
         return out
 
     def address(self, array, index, size):
-        """Element `index` of an array whose elements have `size` bytes."""
+        """Returns the address of element `index` of an array whose elements have `size` bytes."""
         text = self._text(index, "r")
         if array == SHARED_ARRAY_ID:
             out = self.reg("r")
             self.lines.append(f"mad.lo.u32 {out.name}, {text}, {size}, shared_start;")
             return Address(array, out)
         out = self.reg("d")
-        begin = f"layer{array}" if array in self.layers else f"${array}"
-        self.lines.append(f"mad.wide.u32 {out.name}, {text}, {size}, {begin};")
+        base = f"layer{array}" if array in self.layers else f"${array}"
+        self.lines.append(f"mad.wide.u32 {out.name}, {text}, {size}, {base};")
         return Address(array, out)
 
     def load(self, at, count=1, *, offset=0, size=4, where=None):
-        """`count` units of `size` bytes, each in a word of its own."""
+        """Loads `count` units of `size` bytes, each into a word of its own."""
         words = [self.reg("r") for _ in range(count)]
         if where is not None:
             self.lines += [f"mov.b32 {w.name}, 0;" for w in words]
@@ -142,7 +145,7 @@ class PtxLaneMemoryOps(PtxLaneOps):
         return words
 
     def store(self, at, words, *, offset=0, size=4, where=None):
-        """The low `size` bytes of each word, side by side."""
+        """Stores the low `size` bytes of each word, contiguously."""
         names = [self._text(w, "r") for w in words]
         if size == 2:
             halves = [self.reg("h") for _ in names]
@@ -155,15 +158,15 @@ class PtxLaneMemoryOps(PtxLaneOps):
         self.lines.append(f"{_predicate_prefix(where)}st.{space}{vector}.{kind} [{at.offset.name}+{offset}], {source};")
 
     def shuffle_down_1(self, x):
-        """The value of the lane after this one in its warp; the last lane's is its own."""
+        """Returns the value of the next lane of the warp; the last lane gets its own."""
         return self._op("shfl.sync.down.b32", "rrrrr", x, 1, 31, 0xFFFFFFFF)
 
     def shuffle_from_block(self, x, tile):
-        """The value of the lane that has this one's place among the lanes of another block of the warp."""
+        """Returns the value of the lane with the same index in block `tile` of the warp."""
         return self._op("shfl.sync.idx.b32", "rrrrr", x, tile * self.lanes, ((self.lanes - 1) << 8) | 31, 0xFFFFFFFF)
 
     def alloc_shared(self, count: int) -> int:
-        """Where `count` more bytes of shared memory begin, a multiple of 16."""
+        """Allocates `count` bytes of shared memory; returns their offset, a multiple of 16."""
         start = self.shared_bytes
         self.shared_bytes += -(-count // 16) * 16
         return start
@@ -171,19 +174,19 @@ class PtxLaneMemoryOps(PtxLaneOps):
     def barrier(self) -> None:
         self.lines.append(GROUP_BARRIER)
 
-    def fori_loop(self, count, turn, held):
-        """Returns `held`, float32, after held = turn(i, held) for i from 0 to `count` - 1: one loop."""
-        number, more, label = self.word(0), self.reg("p"), f"turn_{len(self.lines)}"
-        kept = [self.reg("f") for _ in held]
-        self._set(kept, held)
+    def fori_loop(self, count, body, init):
+        """Returns the float32 carry after `carry = body(i, carry)` for i in range(count); not unrolled."""
+        index, more, label = self.word(0), self.reg("p"), f"turn_{len(self.lines)}"
+        carry = [self.reg("f") for _ in init]
+        self._set(carry, init)
         self.lines.append(f"{label}:")
-        self._set(kept, turn(number, kept))
+        self._set(carry, body(index, carry))
         self.lines += [
-            f"add.u32 {number.name}, {number.name}, 1;",
-            f"setp.lt.u32 {more.name}, {number.name}, {count};",
+            f"add.u32 {index.name}, {index.name}, 1;",
+            f"setp.lt.u32 {more.name}, {index.name}, {count};",
             f"@{more.name} bra.uni {label};",
         ]
-        return kept
+        return carry
 
     def _set(self, registers, values):
         texts = [self._text(value, "f") for value in values]
@@ -195,7 +198,7 @@ def _predicate_prefix(where):
 
 
 class NumpyLaneMemoryOps(NumpyLaneOps):
-    """All lanes of all programs at once; `arrays` are flat uint8 arrays, those that are written among them."""
+    """Evaluates all lanes of all programs at once; `arrays` are flat uint8 arrays, inputs and outputs."""
 
     def __init__(self, columns: int, arrays: Sequence[np.ndarray], programs: int, warps: int, lanes: int | None = None):
         super().__init__(columns)
@@ -205,9 +208,9 @@ class NumpyLaneMemoryOps(NumpyLaneOps):
         self.shared = np.zeros((programs, 64 * 1024), np.uint8)
 
     def _along(self, axes: tuple[int, ...]) -> np.ndarray:
-        numbers = np.arange(np.prod([self.shape[a] for a in axes]), dtype=np.uint32)
-        kept = [n if a in axes else 1 for a, n in enumerate(self.shape)]
-        return np.broadcast_to(numbers.reshape(kept), self.shape)
+        indices = np.arange(np.prod([self.shape[a] for a in axes]), dtype=np.uint32)
+        shape = [n if a in axes else 1 for a, n in enumerate(self.shape)]
+        return np.broadcast_to(indices.reshape(shape), self.shape)
 
     def program_id(self) -> np.ndarray:
         return self._along((0,))
@@ -216,7 +219,7 @@ class NumpyLaneMemoryOps(NumpyLaneOps):
         return self.program_id() + np.uint32(1)
 
     def prefetch(self, at, where):
-        """There is no cache."""
+        """Does nothing: the host has no L2 to prefetch into."""
 
     def thread_id(self) -> np.ndarray:
         return self._along((1, 2, 3))
@@ -244,29 +247,29 @@ class NumpyLaneMemoryOps(NumpyLaneOps):
         return self.shared if at.array == SHARED_ARRAY_ID else self.arrays[at.array]
 
     def _byte_indices(self, at, start, where):
-        chosen = np.broadcast_to(True if where is None else where, self.shape)
-        places = at.offset[chosen] + start
-        return (self.program_id()[chosen], places) if at.array == SHARED_ARRAY_ID else (places,)
+        active = np.broadcast_to(True if where is None else where, self.shape)
+        offsets = at.offset[active] + start
+        return (self.program_id()[active], offsets) if at.array == SHARED_ARRAY_ID else (offsets,)
 
     def load(self, at, count=1, *, offset=0, size=4, where=None):
-        chosen, words = np.broadcast_to(True if where is None else where, self.shape), []
-        _check_aligned(at.offset[chosen] + offset, count * size)
+        active, words = np.broadcast_to(True if where is None else where, self.shape), []
+        _check_aligned(at.offset[active] + offset, count * size)
         for unit in range(count):
             word = np.zeros(self.shape, np.uint32)
             for byte in range(size):
-                places = self._byte_indices(at, offset + unit * size + byte, where)
-                word[chosen] |= self._bytes(at)[places].astype(np.uint32) << np.uint32(8 * byte)
+                indices = self._byte_indices(at, offset + unit * size + byte, where)
+                word[active] |= self._bytes(at)[indices].astype(np.uint32) << np.uint32(8 * byte)
             words.append(word)
         return words
 
     def store(self, at, words, *, offset=0, size=4, where=None):
-        chosen = np.broadcast_to(True if where is None else where, self.shape)
-        _check_aligned(at.offset[chosen] + offset, len(words) * size)
+        active = np.broadcast_to(True if where is None else where, self.shape)
+        _check_aligned(at.offset[active] + offset, len(words) * size)
         for unit, word in enumerate(words):
-            bits = np.broadcast_to(self.as_u32(word), self.shape)[chosen]
+            bits = np.broadcast_to(self.as_u32(word), self.shape)[active]
             for byte in range(size):
-                places = self._byte_indices(at, offset + unit * size + byte, where)
-                self._bytes(at)[places] = (bits >> np.uint32(8 * byte)).astype(np.uint8)
+                indices = self._byte_indices(at, offset + unit * size + byte, where)
+                self._bytes(at)[indices] = (bits >> np.uint32(8 * byte)).astype(np.uint8)
 
     def shuffle_xor(self, x, bit):
         lanes = self.as_u32(x).reshape(*self.shape[:2], 32)
@@ -282,14 +285,14 @@ class NumpyLaneMemoryOps(NumpyLaneOps):
     alloc_shared = PtxLaneMemoryOps.alloc_shared
 
     def barrier(self) -> None:
-        """All lanes are always at the same instruction."""
+        """Does nothing: all lanes are always at the same instruction."""
 
-    def fori_loop(self, count, turn, held):
-        for number in range(count):
-            held = turn(np.uint32(number), held)
-        return list(held)
+    def fori_loop(self, count, body, carry):
+        for index in range(count):
+            carry = body(np.uint32(index), carry)
+        return list(carry)
 
 
-def _check_aligned(places: np.ndarray, unit: int) -> None:
-    if (places % unit).any():
+def _check_aligned(offsets: np.ndarray, unit: int) -> None:
+    if (offsets % unit).any():
         raise ValueError(f"a kernel moves {unit} bytes at once at a place that is no multiple of them")

@@ -1,7 +1,20 @@
-"""The operations of a lane, in which kernel bodies are written: `PtxLaneOps` emits text, `NumpyLaneOps` evaluates them.
+"""The instruction set of a lane (`LaneOps`), in which kernel bodies are written once.
 
-A `Word` is 32 bits of a lane: a register of the text, an array over all lanes, or a constant (an int is bits, a float a
-float32). A word may hold two bf16 numbers, the even column in its low half.
+How it works: a body is a Python function of lane ops, called `m` throughout. `PtxLaneOps` emits PTX, most operations
+as one instruction; `NumpyLaneOps` evaluates them over arrays whose last axis is the lanes. A `Word` is 32 bits of a
+lane: a PTX register, an array over all lanes, or a constant (an int is bits, a float a float32). A word may hold two
+bf16 elements, the even column in its low half. Loops over a lane's elements are Python loops: they are unrolled.
+
+Why: above about 50 instructions per element, quantizing is limited by issue slots, not by bytes. A stochastic rowwise
+and columnwise pass in Pallas Triton, one jnp operation after another, took 69 machine instructions per element and had
+half of a copy's bandwidth; 44 instructions gave three quarters of it (H200; docs/LOG.md, "Quantize kernels").
+What saves instructions needs control of single ones: bf16x2 arithmetic, byte permutes, and shuffles by which the lanes
+of a block share the scales of its rows. A compiler that may reorder or contract float32 arithmetic would also change
+bits; here every rounding is one named operation.
+
+How it differs: Triton and CUTLASS's CuTe describe tiles and leave lanes to layouts. Here a lane is explicit, a tile is
+what a body makes of the lanes, and the test double is NumPy, not another kernel language. The bodies are therefore
+tested bit for bit on a CPU: `tests/ops/kernels`.
 """
 
 import dataclasses
@@ -13,18 +26,18 @@ import numpy as np
 from halfbyte.kernels.ptx_lanes import PtxRegister
 
 Word: TypeAlias = PtxRegister | np.ndarray | int | float
-RandomWords: TypeAlias = "Sequence[Words] | None"  # [pair of columns][token // 2] random words
-LaneMask: TypeAlias = PtxRegister | np.ndarray | None  # the lanes that take part; None: all
+RandomWords: TypeAlias = "Sequence[Words] | None"  # words [pair of columns][token // 2]
+LaneMask: TypeAlias = PtxRegister | np.ndarray | None  # active lanes; None: all
 Words: TypeAlias = Sequence[Word]
-PreparedDivisor: TypeAlias = Any  # a word prepared for division by it
-TokenRows: TypeAlias = Sequence[Words]  # a lane's words of several tokens
+PreparedDivisor: TypeAlias = Any  # a divisor as `div_prepared` takes it
+TokenRows: TypeAlias = Sequence[Words]  # [token][words of a lane]
 
 
 class LaneOps(Protocol):
-    """Arithmetic on words, and exchange between the lanes of a block of 16 columns."""
+    """Arithmetic on words, and shuffles between the lanes of a block of 16 columns."""
 
-    columns: int  # of a lane
-    lanes: int  # of a block
+    columns: int  # per lane
+    lanes: int  # per block
 
     def as_u32(self, x: Word) -> Word: ...
     def as_f32(self, x: Word) -> Word: ...
@@ -84,14 +97,14 @@ class LaneOps(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """A place in array number `array`: a 64-bit register, or bytes from the array's start on the host."""
+    """An address in array number `array`: a 64-bit register, or on the host a byte offset from the array's start."""
 
     array: int
     offset: PtxRegister | np.ndarray
 
 
 class LaneMemoryOps(LaneOps, Protocol):
-    """The same in a kernel without tiles, whose lanes find their own place and read and write memory themselves."""
+    """`LaneOps` of an untiled kernel, whose lanes compute their own position and load and store memory themselves."""
 
     def program_id(self) -> Word: ...
     def next_program_id(self) -> Word: ...
@@ -111,5 +124,5 @@ class LaneMemoryOps(LaneOps, Protocol):
     def shuffle_from_block(self, x: Word, tile: int) -> Word: ...
     def alloc_shared(self, count: int) -> int: ...
     def barrier(self) -> None: ...
-    def fori_loop(self, count: int, turn: Callable[[Word, Words], Words], held: Words) -> list[Word]: ...
+    def fori_loop(self, count: int, body: Callable[[Word, Words], Words], init: Words) -> list[Word]: ...
     def prefetch(self, at: Address, where: LaneMask) -> None: ...

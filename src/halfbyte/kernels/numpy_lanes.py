@@ -1,4 +1,8 @@
-"""Lane ops on NumPy arrays: kernel bodies run, and are tested, without a GPU."""
+"""Lane ops on NumPy arrays: the reference of `ptx_lanes.py`, by which kernel bodies run, and are tested, without a GPU.
+
+NumPy and not jnp: nothing is compiled, so that no compiler fuses or reorders a rounding, and subnormals are kept on
+every platform.
+"""
 
 from collections.abc import Callable
 
@@ -12,15 +16,12 @@ def numpy_u32_op(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarr
 
 
 def numpy_f32_op(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """The same on float32 numbers."""
+    """Returns a method of `NumpyLaneOps` that is one NumPy operation on float32."""
     return lambda self, *args: operation(*(self.as_f32(x) for x in args))
 
 
 class NumpyLaneOps:
-    """Evaluates the operations of `LaneOps` on uint32 and float32 arrays whose last axis is the lanes of one block.
-
-    NumPy arrays: denormals are kept, on every platform, and nothing is compiled.
-    """
+    """Evaluates the operations of `LaneOps` on uint32 and float32 arrays whose last axis is the lanes of one block."""
 
     def __init__(self, columns: int):
         self.columns = columns
@@ -50,12 +51,12 @@ class NumpyLaneOps:
         return np.where(p, self.as_u32(a), self.as_u32(b))
 
     def prmt(self, a, b, selector):
-        picked = []
+        bytes_ = []
         for i in range(4):
             k = (selector >> (4 * i)) & 7
             byte = (self.as_u32(a if k < 4 else b) >> np.uint32(8 * (k % 4))) & np.uint32(0xFF)
-            picked.append(byte << np.uint32(8 * i))
-        return picked[0] | picked[1] | picked[2] | picked[3]
+            bytes_.append(byte << np.uint32(8 * i))
+        return bytes_[0] | bytes_[1] | bytes_[2] | bytes_[3]
 
     def _halves(self, w):
         return self.as_u32(w) & np.uint32(0xFFFF), self.as_u32(w) >> np.uint32(16)
@@ -92,9 +93,10 @@ class NumpyLaneOps:
         return self.as_f32(a) * self.as_f32(b) + self.as_f32(c)
 
     def ffma_rz(self, a, b, c):
-        exact = self.as_f32(a).astype(np.float64) * b + c  # where float64 rounds, it rounds to a, whose sum is cut to a
-        near = exact.astype(np.float32)
-        return (near.view(np.uint32) - (near > exact)).view(np.float32)
+        # Where float64 rounds the sum, it rounds to the larger term, to which float32 truncates the sum as well.
+        exact = self.as_f32(a).astype(np.float64) * b + c
+        nearest = exact.astype(np.float32)
+        return (nearest.view(np.uint32) - (nearest > exact)).view(np.float32)
 
     def div_by_pow2_multiple(self, a, number):
         return self.as_f32(a) / np.float32(number)
@@ -136,12 +138,12 @@ class NumpyLaneOps:
         )
 
     def pack_f16_rz(self, lo, hi):
-        lo, hi = (self._cut_half(self.as_f32(x)).astype(np.uint32) for x in (lo, hi))
+        lo, hi = (self._truncate_f16(self.as_f32(x)).astype(np.uint32) for x in (lo, hi))
         return lo | (hi << np.uint32(16))
 
-    def _cut_half(self, x):
-        near = x.astype(np.float16)
-        return near.view(np.uint16) - (near.astype(np.float32) > x)
+    def _truncate_f16(self, x):
+        nearest = x.astype(np.float16)
+        return nearest.view(np.uint16) - (nearest.astype(np.float32) > x)
 
     def _round_bf16(self, bits):
         rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
@@ -181,7 +183,7 @@ class NumpyLaneOps:
         return self._e4m3_code(self.as_f32(lo)) | (self._e4m3_code(self.as_f32(hi)) << np.uint32(8))
 
     def _e4m3_code(self, a):
-        """Nearest E4M3 code by arithmetic: a cast there and back may be removed by the compiler."""
+        """Returns the nearest E4M3 code, by arithmetic: a compiler may remove a cast there and back."""
         a = np.minimum(a, np.float32(448))
         e = np.maximum(self.as_f32(self.and_(a, 0x7F800000)), np.float32(2.0**-6))
         magic = e * np.float32(1.5 * 2.0**20)
@@ -191,10 +193,10 @@ class NumpyLaneOps:
         return np.where(rounded < np.float32(2.0**-6), small, normal)
 
     def f8_word(self, values, element: str):
-        dtype, top = (ml_dtypes.float8_e4m3fn, 448.0) if element == "e4m3" else (ml_dtypes.float8_e5m2, 57344.0)
-        clipped = [np.clip(self.as_f32(v), np.float32(-top), np.float32(top)).astype(dtype) for v in values]
-        b = [c.view(np.uint8).astype(np.uint32) for c in clipped]
-        return b[0] | (b[1] << np.uint32(8)) | (b[2] << np.uint32(16)) | (b[3] << np.uint32(24))
+        dtype, max_value = (ml_dtypes.float8_e4m3fn, 448.0) if element == "e4m3" else (ml_dtypes.float8_e5m2, 57344.0)
+        clipped = [np.clip(self.as_f32(v), np.float32(-max_value), np.float32(max_value)).astype(dtype) for v in values]
+        codes = [c.view(np.uint8).astype(np.uint32) for c in clipped]
+        return codes[0] | (codes[1] << np.uint32(8)) | (codes[2] << np.uint32(16)) | (codes[3] << np.uint32(24))
 
     def e4m3_decode(self, codes):
         return self._e4m3_value(self.and_(codes, 0xFF)), self._e4m3_value(self.and_(self.shr(codes, 8), 0xFF))

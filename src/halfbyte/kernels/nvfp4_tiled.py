@@ -1,13 +1,17 @@
-"""Quantize passes over a token-major bf16 array [tokens, columns], as Pallas Triton kernels.
+"""NVFP4 quantize passes over a token-major bf16 array [tokens, columns], as Pallas Triton kernels.
 
-`partial_amax` reads once and leaves the amax of the array and of its Hadamard transform along tokens. `quantize_tiled`
-reads once and writes the rowwise operand (blocks of 16 columns), the columnwise one (blocks of 16 tokens, with or
-without the transform), or both. Carriers are `code * block_scale` in bf16, exact; the columnwise carrier stays
-token-major, since WGRAD contracts over tokens either way. Residuals are packed: two tokens per byte, the even one in
-the low nibble.
+`partial_amax` reads x for the amaxes of x and of its Hadamard transform along tokens; the per-tensor scale depends on
+all of x. `quantize_tiled` reads it again and writes the rowwise operand (blocks of 16 columns), the columnwise one
+(blocks of 16 tokens, with or without the transform), or both, at 0.83 to 1.00 of a copy's bandwidth (docs/speed.md).
+
+Each token row of a tile is a [blocks, 16] register tile, so the token axis is in the lane: columnwise amaxes and the
+transform need no transpose in memory. Each operand is one inline-PTX block (`nvfp4_arithmetic.py`); one block for both
+keeps all outputs alive, 152 registers instead of 123 (docs/LOG.md). Unlike Transformer Engine, which stores codes, the
+default output is block-dequantized for the emulated GEMM (`code * block_scale` in bf16, exact) and token-major, since
+wgrad contracts over tokens in either layout. Residuals are packed: two tokens per byte, the even one in the low nibble.
 
 Random bits: element (t, n) takes byte t % 4 of the word of counter (t // 4) * columns + n, where t, n and columns are
-those of the whole array: a `GlobalWindow` is the position of this shard of it on a mesh.
+those of the global array; a `GlobalWindow` is the position of a shard in it.
 """
 
 import dataclasses
@@ -39,15 +43,15 @@ BOTH_TILING = PassTiling(4, 4)
 UNPACK_TILING = PassTiling(4, 4)
 ROW_TOKENS = 8  # tokens per program of the rowwise-only pass
 CODES_LAUNCH = LaunchConfig(4, 4)
-ROW_COLUMN_CODES_LAUNCH = LaunchConfig(2, 8)  # nearest: fewer registers, more warps; the faster the narrower the array
-ROW_COLUMN_BF16_LAUNCH = LaunchConfig(4, 2)  # 255 registers a lane, of which a full multiprocessor leaves 128
+ROW_COLUMN_CODES_LAUNCH = LaunchConfig(2, 8)  # RNE: fewer registers, more warps; gains most on narrow arrays
+ROW_COLUMN_BF16_LAUNCH = LaunchConfig(4, 2)  # 255 registers per lane; four programs per SM would leave 128
 STATIC_FIELD = {"static": True}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GlobalWindow:
-    """Position of an array [tokens, columns] in the whole one [sequences, seq, width]: it begins at `origin`, int32
+    """Position of a shard [tokens, columns] in the global array [sequences, seq, width]: it begins at `origin`, int32
     [3], and has `local_seq` positions of each of its sequences.
     """
 
@@ -55,13 +59,13 @@ class GlobalWindow:
     local_seq: int = dataclasses.field(metadata=STATIC_FIELD)
     seq: int = dataclasses.field(metadata=STATIC_FIELD)
     width: int = dataclasses.field(metadata=STATIC_FIELD)
-    words_per_row: int = dataclasses.field(metadata=STATIC_FIELD)  # random words of the whole array
+    words_per_row: int = dataclasses.field(metadata=STATIC_FIELD)  # random words of the global array
 
     @classmethod
     def from_offset(
         cls, shape: tuple[int, ...], offset: Sequence[jax.Array | int], whole: tuple[int, ...]
     ) -> "GlobalWindow":
-        """For a part of `shape` [sequences, positions, columns] (or without the first) of an array of shape `whole`."""
+        """Returns the window of a shard [sequences, positions, columns], or [positions, columns], of a global array."""
         if len(shape) == 2:
             shape, offset, whole = (1, *shape), (0, *offset), (1, *whole)
         origin = jnp.stack([jnp.asarray(o, jnp.int32) for o in offset])
@@ -71,9 +75,9 @@ class GlobalWindow:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowwiseOperand:
-    """The rowwise operand: `scale` from `compute_tensor_scale`; rounded stochastically by `rounding` if there is a
-    `key` (uint32 [2]); with `code_scale_layout` packed codes and scales in that order, else a carrier. `rule` is the
-    scale rule of its format.
+    """Rowwise operand: `scale` is the vector of `compute_tensor_scale`, `rule` the scale rule of its format. With a
+    `key` (uint32 [2]) it is rounded stochastically, by `rounding`. With `code_scale_layout` it is packed codes, and
+    scales in that layout; else block-dequantized bf16.
     """
 
     scale: jax.Array
@@ -86,16 +90,16 @@ class RowwiseOperand:
     deferred_alpha = None
 
     def outputs(self, tokens: int) -> list[tuple[int, DTypeLike]]:
-        """(rows, dtype) of each output, for `tokens` token rows."""
+        """Returns (rows, dtype) of each output, for `tokens` token rows."""
         return [(tokens, jnp.bfloat16)]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ColumnwiseOperand:
-    """The columnwise operand, as `RowwiseOperand`. `packed` returns code bytes and scale bytes instead of the carrier,
-    token-major; `code_scale_layout` those that a GEMM reads, transposed. With `deferred_alpha`, float32 [1], the
-    operand is that of bf16(x deferred_alpha): x may be a carrier, and deferred_alpha its tensor's decode scale.
+    """Columnwise operand, as `RowwiseOperand`. `packed` returns code bytes and scale bytes, token-major, not bf16;
+    `code_scale_layout` those that a GEMM reads, transposed. With `deferred_alpha`, float32 [1], the operand is that of
+    bf16(x * deferred_alpha): x may be block-dequantized, and deferred_alpha its tensor's decode scale.
     """
 
     scale: jax.Array
@@ -110,7 +114,7 @@ class ColumnwiseOperand:
     along_tokens = True
 
     def outputs(self, tokens: int) -> list[tuple[int, DTypeLike]]:
-        """(rows, dtype) of each output, for `tokens` token rows; bytes are signed while Triton handles them."""
+        """Returns (rows, dtype) of each output, for `tokens` token rows; bytes are int8 inside Triton kernels."""
         return [(tokens // 2, jnp.int8), (tokens // NVFP4_BLOCK, jnp.int8)] if self.packed else [(tokens, jnp.bfloat16)]
 
 
@@ -118,10 +122,8 @@ class ColumnwiseOperand:
 def partial_amax(
     x: jax.Array, *, deferred_alpha: jax.Array | None = None, hadamard: bool = True, tiling: PassTiling = AMAX_TILING
 ) -> tuple[jax.Array, ...]:
-    """Returns partial amaxes of x, and of the transform's bf16 result if `hadamard`: int32 bits, one per program.
-
-    `compute_tensor_scale` reduces them. Integer and NaN-keeping maxima: inf and NaN survive. With `deferred_alpha`,
-    float32 [1], they are those of bf16(x deferred_alpha).
+    """Returns partial amaxes of x, and of its bf16 Hadamard transform if `hadamard`: int32 bits, one per program, which
+    `compute_tensor_scale` reduces. Inf and NaN are kept. `deferred_alpha`, float32 [1]: of bf16(x * deferred_alpha).
     """
     return tiled_partial_amax(
         [x], TileTransform(lambda m, words: [words], 1), hadamard=hadamard, tiling=tiling, deferred_alpha=deferred_alpha
@@ -130,7 +132,7 @@ def partial_amax(
 
 @dataclasses.dataclass(frozen=True)
 class TileTransform:
-    """The first `count` of the tensors whose token rows `compute_rows(lane_ops, rows of all arrays)` returns."""
+    """The first `count` tensors of `compute_rows(lane_ops, rows of all arrays)`, which returns their token rows."""
 
     compute_rows: Callable[[LaneOps, TokenRows], Sequence[TokenRows]]
     count: int
@@ -146,54 +148,54 @@ def tiled_partial_amax(
     stack_slices: Sequence[StackSlice] = (),
     name: str = "maxima",
 ) -> tuple[jax.Array, ...]:
-    """Returns `partial_amax` of each tensor that `transform` computes from the arrays. `deferred_alpha`, float32, one
-    per array, multiplies the arrays. The first arrays are also written to `stack_slices`, unscaled; the stacks come
-    last.
+    """Returns `partial_amax` of each tensor that `transform` computes from the arrays, then the written stacks.
+    `deferred_alpha`, float32, one per array, multiplies the arrays. The first arrays are also written to
+    `stack_slices`, without it: the pass reads them anyway, so the residual costs no read.
     """
     triton_launch.check_kernel_arrays(*arrays)
-    total = transform.count * (2 if hadamard else 1)
+    num_amaxes = transform.count * (2 if hadamard else 1)
 
-    def body(m, words, factors):
-        tensors = transform.compute_rows(m, q.apply_deferred_alpha_bf16(m, words, factors))[: transform.count]
-        return [top for rows in tensors for top in lane_amaxes(m, rows, hadamard)]
+    def body(m, words, alphas):
+        tensors = transform.compute_rows(m, q.apply_deferred_alpha_bf16(m, words, alphas))[: transform.count]
+        return [amax for rows in tensors for amax in lane_amaxes(m, rows, hadamard)]
 
     if not triton_launch.is_tileable(arrays[0].shape[1]):
 
-        def first(m, rows):
-            return [top[0] for top in body(m, rows, ())]
+        def untiled_body(m, rows):
+            return [amax[0] for amax in body(m, rows, ())]
 
-        by_hand = functools.partial(
-            nvfp4_untiled.untiled_partial_amax, arrays, first, total, deferred_alpha=deferred_alpha
+        untiled = functools.partial(
+            nvfp4_untiled.untiled_partial_amax, arrays, untiled_body, num_amaxes, deferred_alpha=deferred_alpha
         )
         stacks = [
             layer.write_to_stack(materialize_slice(array)) for layer, array in zip(stack_slices, arrays, strict=False)
         ]
-        return *by_hand(columns=tiling.columns, name=name), *stacks
+        return *untiled(columns=tiling.columns, name=name), *stacks
 
-    def kernel(_, refs, scalar_refs, stacks, tops):
+    def kernel(_, refs, scalar_refs, stacks, amax_refs):
         tiles = [ref[r] for ref in refs for r in range(NVFP4_BLOCK)]
         for i, ref in enumerate(stacks):
             for r in range(NVFP4_BLOCK):
                 ref[r] = tiles[i * NVFP4_BLOCK + r]
-        factors = [ref[i] for ref in scalar_refs for i in range(len(arrays))]
-        outputs = [jnp.int32] * len(tops)
-        found = emit_tile_body(body, tiles, factors, outputs=outputs, columns=tiling.columns)
-        for ref, tile in zip(tops, found, strict=True):
+        alphas = [ref[i] for ref in scalar_refs for i in range(len(arrays))]
+        outputs = [jnp.int32] * len(amax_refs)
+        amax_tiles = emit_tile_body(body, tiles, alphas, outputs=outputs, columns=tiling.columns)
+        for ref, tile in zip(amax_refs, amax_tiles, strict=True):
             ref[0, 0] = jnp.max(tile)
 
     scalars = [] if deferred_alpha is None else [deferred_alpha]
-    tile_outputs = TiledOutputs(num_amaxes=total, stack_outputs=stack_slices)
+    tile_outputs = TiledOutputs(num_amaxes=num_amaxes, stack_outputs=stack_slices)
     return tuple(triton_launch.launch_tiled(kernel, arrays, scalars, outputs=tile_outputs, tiling=tiling, name=name))
 
 
 def lane_amaxes(m: LaneOps, rows: TokenRows, hadamard: bool) -> list[list[Word]]:
-    """The lane's amax, and that of the transform: bits of float32, one equal word for each of the lane's columns."""
-    word = q.pairwise_amax(m, [w for row in rows for w in row])
-    out = [[m.and_(m.max_u16x2(word, m.shl(word, 16)), 0xFFFF0000)] * m.columns]
+    """Returns the lane's amax, and that of the transform: float32 bits, repeated for each of the lane's columns."""
+    amax = q.pairwise_amax(m, [w for row in rows for w in row])
+    amaxes = [[m.and_(m.max_u16x2(amax, m.shl(amax, 16)), 0xFFFF0000)] * m.columns]
     if hadamard:
-        tops = [q.hadamard_amax(m, [row[k] for row in rows]) for k in range(len(rows[0]))]
-        out.append([m.and_(m.pack_round(0.0, functools.reduce(m.fmax_nan, tops)), 0xFFFF0000)] * m.columns)
-    return out
+        transformed = [q.hadamard_amax(m, [row[k] for row in rows]) for k in range(len(rows[0]))]
+        amaxes.append([m.and_(m.pack_round(0.0, functools.reduce(m.fmax_nan, transformed)), 0xFFFF0000)] * m.columns)
+    return amaxes
 
 
 @triton_launch.jit_per_shape("tiling")
@@ -204,11 +206,11 @@ def quantize_tiled(
     columns: ColumnwiseOperand | None = None,
     tiling: PassTiling | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns the operands in one read of x: the row carrier, then the column carrier or (codes, scales).
+    """Returns the operands from one read of x: first those of `rows`, then those of `columns`.
 
-    Carriers are bf16 [tokens, columns]; packed codes uint8 [tokens / 2, columns], scales uint8 [tokens / 16, columns].
-    With `code_scale_layout`: for rows uint8 [tokens, columns / 2] and scales [tokens, columns / 16], for columns uint8
-    [columns, tokens / 2] and [columns, tokens / 16], or tiled scales.
+    Block-dequantized: bf16 [tokens, columns]. `packed`: codes uint8 [tokens / 2, columns], scales uint8 [tokens / 16,
+    columns]. With `code_scale_layout`, rows are uint8 [tokens, columns / 2] and scales [tokens, columns / 16], columns
+    are uint8 [columns, tokens / 2] and scales [columns, tokens / 16]; tiled scales are flat.
     """
     sides = [side for side in (rows, columns) if side is not None]
     if not sides:
@@ -218,13 +220,13 @@ def quantize_tiled(
         jobs = [(side, 0) for side in sides]
         run = functools.partial(nvfp4_untiled.quantize_untiled, [x], lambda m, rows: [rows], jobs)
         return run(lanes=_lanes(sides), name=kernel_name(*sides))
-    alone = columns is None
+    rows_only = columns is None
     return quantize_tiled_transform(
         [x],
         lambda tiles: [tiles],
         [(side, 0) for side in sides],
-        tokens=ROW_TOKENS if alone else NVFP4_BLOCK,
-        tiling=tiling or (ROW_TILING if alone and x.shape[1] % (32 * ROW_TILING.columns) == 0 else BOTH_TILING),
+        tokens=ROW_TOKENS if rows_only else NVFP4_BLOCK,
+        tiling=tiling or (ROW_TILING if rows_only and x.shape[1] % (32 * ROW_TILING.columns) == 0 else BOTH_TILING),
         name=kernel_name(*sides),
     )
 
@@ -238,39 +240,39 @@ def quantize_tiled_transform(
     tiling: PassTiling,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """Returns the operands of `jobs`: (operand, index of its tensor among those that `make` returns for the tiles of
-    the arrays). Each is stored before the next begins, which keeps few registers alive.
+    """Returns the operands of `jobs`, each (operand, index of its tensor among those that `make(tiles)` returns). Each
+    operand is stored before the next one is computed, which keeps few registers alive.
     """
     triton_launch.check_kernel_arrays(arrays[0])
     width = arrays[0].shape[1]
     shapes = [side.outputs(tokens) for side, _ in jobs]
-    keyed = [i for i, (side, _) in enumerate(jobs) if side.key is not None]
-    placed = [i for i in keyed if jobs[i][0].window is not None]
+    with_key = [i for i, (side, _) in enumerate(jobs) if side.key is not None]
+    with_origin = [i for i in with_key if jobs[i][0].window is not None]
     scalars = [side.scale for side, _ in jobs] + [side.key for side, _ in jobs if side.key is not None]
     scalars += [side.window.origin for side, _ in jobs if side.key is not None and side.window is not None]
-    with_alpha, given = [i for i, (side, _) in enumerate(jobs) if side.deferred_alpha is not None], len(scalars)
+    with_alpha, alphas_begin = [i for i, (side, _) in enumerate(jobs) if side.deferred_alpha is not None], len(scalars)
     scalars += [side.deferred_alpha for side, _ in jobs if side.deferred_alpha is not None]
 
     def kernel(program, refs, scalar_refs, out_refs, _):
         tensors = make([ref[r] for ref in refs for r in range(tokens)])
-        keys = dict(zip(keyed, scalar_refs[len(jobs) :], strict=False))
-        origins = dict(zip(placed, scalar_refs[len(jobs) + len(keyed) : given], strict=True))
-        alphas = dict(zip(with_alpha, scalar_refs[given:], strict=True))
-        for i, (side, which) in enumerate(jobs):
+        keys = dict(zip(with_key, scalar_refs[len(jobs) :], strict=False))
+        origins = dict(zip(with_origin, scalar_refs[len(jobs) + len(with_key) : alphas_begin], strict=True))
+        alphas = dict(zip(with_alpha, scalar_refs[alphas_begin:], strict=True))
+        for i, (side, index) in enumerate(jobs):
             refs_of = (scalar_refs[i], keys.get(i), origins.get(i), alphas.get(i))
-            made = _quantize_tiles(side, tensors[which], refs_of, program, width, tiling)
-            first = sum(len(s) for s in shapes[:i])
-            places = [
-                (ref, r) for ref, (count, _) in zip(out_refs[first:], shapes[i], strict=False) for r in range(count)
+            operand_tiles = _quantize_tiles(side, tensors[index], refs_of, program, width, tiling)
+            begin = sum(len(s) for s in shapes[:i])
+            output_rows = [
+                (ref, r) for ref, (count, _) in zip(out_refs[begin:], shapes[i], strict=False) for r in range(count)
             ]
-            for (ref, r), tile in zip(places, made, strict=True):
+            for (ref, r), tile in zip(output_rows, operand_tiles, strict=True):
                 ref[r] = tile
 
     tile_outputs = TiledOutputs([output for shape in shapes for output in shape])
-    made = triton_launch.launch_tiled(
+    operand_tiles = triton_launch.launch_tiled(
         kernel, arrays, scalars, outputs=tile_outputs, rows=tokens, tiling=tiling, name=name
     )
-    return tuple(lax.bitcast_convert_type(a, jnp.uint8) if a.dtype == jnp.int8 else a for a in made)
+    return tuple(lax.bitcast_convert_type(a, jnp.uint8) if a.dtype == jnp.int8 else a for a in operand_tiles)
 
 
 def _quantize_tiles(
@@ -281,21 +283,19 @@ def _quantize_tiles(
     width: int,
     tiling: PassTiling,
 ) -> list[jax.Array]:
-    """Returns the output tiles of one operand of one program. `refs` are those of its scale, key, origin and deferred
-    alpha.
-    """
+    """Returns the output tiles of one operand of one program; `refs` are its scale, key, origin and deferred alpha."""
     tokens = len(tiles)
     scale, key, origin, deferred_alpha = refs
-    given = [scale[entry] for entry in quantizer_entries(side.rule)]
-    read = len(given)
+    scalars = [scale[entry] for entry in quantizer_entries(side.rule)]
+    split = len(scalars)
     if key is not None:
-        given += tiled_random_state((key[0], key[1]), origin, side.window, program, tiles[0].shape, tokens, width)
-    drawn = len(given)
-    given += [] if deferred_alpha is None else [deferred_alpha[0]]
+        scalars += tiled_random_state((key[0], key[1]), origin, side.window, program, tiles[0].shape, tokens, width)
+    end = len(scalars)
+    scalars += [] if deferred_alpha is None else [deferred_alpha[0]]
 
-    def body(m, words, given):
-        quantizer, seed, random = KernelQuantizer(side.rule, side.rounding, *given[:read]), given[read:drawn], None
-        words = q.apply_deferred_alpha_bf16(m, words, given[drawn:])
+    def body(m, words, scalars):
+        quantizer, seed, random = KernelQuantizer(side.rule, side.rounding, *scalars[:split]), scalars[split:end], None
+        words = q.apply_deferred_alpha_bf16(m, words, scalars[end:])
         if seed:
             random = q.random_words(m, seed, tokens=tokens, stride=side.window.width if side.window else width)
         if isinstance(side, ColumnwiseOperand):
@@ -304,7 +304,7 @@ def _quantize_tiles(
         return q.quantize_rows_to_bf16(m, words, quantizer, random)
 
     outputs = [dtype for count, dtype in side.outputs(tokens) for _ in range(count)]
-    return emit_tile_body(body, tiles, given, outputs=outputs, columns=tiling.columns)
+    return emit_tile_body(body, tiles, scalars, outputs=outputs, columns=tiling.columns)
 
 
 def _lanes(sides: Sequence[RowwiseOperand | ColumnwiseOperand]) -> LaunchConfig:
@@ -340,16 +340,16 @@ def tiled_random_state(
     tokens: int,
     width: int,
 ) -> list[jax.Array]:
-    """Two key words and the counter of each column, int32 scalars and tiles, for the first four tokens of the program;
-    for each four tokens, if counters have more than 32 bits.
+    """Returns two key words (int32 scalars) and the counter of each column (int32 tile), for the program's first four
+    tokens; for every four tokens, if counters have more than 32 bits.
     """
     i, j = program
     column = lax.broadcasted_iota(jnp.int32, shape, 0) * NVFP4_BLOCK + lax.broadcasted_iota(jnp.int32, shape, 1)
     column = column + j * np.int32(shape[0] * NVFP4_BLOCK)
     row, stride = i * np.int32(tokens // 4), width
     if window is not None:
-        first = i * np.int32(tokens)
-        sequence, position = first // np.int32(window.local_seq), first % np.int32(window.local_seq)
+        first_token = i * np.int32(tokens)
+        sequence, position = first_token // np.int32(window.local_seq), first_token % np.int32(window.local_seq)
         token = (origin[0] + sequence) * np.int32(window.seq) + origin[1] + position
         row, column, stride = token // np.int32(4), column + origin[2], window.width
     if window is None or window.words_per_row <= 2**32:
@@ -361,15 +361,15 @@ def tiled_random_state(
 def _key_for_high_counter_tiled(
     key: tuple[jax.Array, jax.Array], row: jax.Array, column: jax.Array, stride: int
 ) -> list[jax.Array]:
-    """Key words and low halves of the counters row * stride + column, whose high halves go into the key. A lane's
-    columns never lie on both sides of a multiple of 2**32, because the stride is a multiple of 16.
+    """Returns key words and low halves of the counters row * stride + column; the high halves are mixed into the key.
+    All columns of a lane have the same high half, because the stride is a multiple of 16.
     """
     high, low = multiply_high_low(stride, _as_uint(row))
     counter = low + _as_uint(column)
     keys = [key_for_high_counter(high + jnp.uint32(carry), *key) for carry in (0, 1)]
     carried = counter < low
-    chosen = [jnp.where(carried, after, before) for before, after in zip(*keys, strict=True)]
-    return [*map(_as_int, chosen), _as_int(counter)]
+    key_words = [jnp.where(carried, after, before) for before, after in zip(*keys, strict=True)]
+    return [*map(_as_int, key_words), _as_int(counter)]
 
 
 def _as_uint(word: jax.Array) -> jax.Array:
@@ -378,7 +378,7 @@ def _as_uint(word: jax.Array) -> jax.Array:
 
 @triton_launch.jit_per_shape("tiling")
 def unpack_tiled(codes: jax.Array, scales: jax.Array, *, tiling: PassTiling = UNPACK_TILING) -> jax.Array:
-    """Returns the bf16 carrier [tokens, columns] of a packed columnwise operand."""
+    """Returns the block-dequantized bf16 [tokens, columns] of a packed columnwise operand."""
     if codes.shape[0] != 8 * scales.shape[0] or codes.shape[1] != scales.shape[1]:
         raise ValueError(f"packed codes {codes.shape} need scales [tokens / 16, columns], got {scales.shape}")
 
@@ -390,8 +390,8 @@ def unpack_tiled(codes: jax.Array, scales: jax.Array, *, tiling: PassTiling = UN
 
     def kernel(_, arrays, __, out_refs, ___):
         tiles = [arrays[0][r] for r in range(8)] + [arrays[1][0]]
-        made = emit_tile_body(body, tiles, [], outputs=[jnp.bfloat16] * NVFP4_BLOCK, columns=tiling.columns)
-        for r, tile in enumerate(made):
+        unpacked = emit_tile_body(body, tiles, [], outputs=[jnp.bfloat16] * NVFP4_BLOCK, columns=tiling.columns)
+        for r, tile in enumerate(unpacked):
             out_refs[0][r] = tile
 
     packed = [lax.bitcast_convert_type(a, jnp.int8) for a in (codes, scales)]

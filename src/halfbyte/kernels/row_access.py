@@ -1,11 +1,13 @@
-"""Position of the lanes of a kernel without tiles in a [tokens, width] array, and loads and stores of their rows.
+"""Position of the lanes of an untiled kernel in a [tokens, width] array, and loads and stores of their rows.
 
-A warp owns a block of tokens, 16 for NVFP4, of 32 x `columns` features; a program has four such warps, one below the
-other. A lane has `columns` neighbouring elements of each of its rows, its *span*, and loads or stores it at once. If
-the width is not a multiple of `columns`, rows begin at any element and spans cross the boundaries at which so many
-bytes can be moved at once. A lane then loads the two *aligned* spans that overlap its own. It stores one aligned span,
-with the elements that are missing shuffled from the next lane. Elements that no lane of the warp can store in a whole
-span, at both ends of the warp and at the end of the row, are stored in pieces.
+A warp owns a block of tokens, 16 for NVFP4, of 32 x `columns` features; a program has four such warps, stacked along
+tokens. A lane has `columns` neighbouring elements of each of its rows, its *span*, which it loads or stores at once.
+
+If the width is not a multiple of `columns`, rows begin at any element and spans cross the alignment that a transfer of
+their size needs. A lane then loads the two *aligned* spans that overlap its own. It stores one aligned span, with the
+missing elements shuffled from the next lane. Elements that no lane of the warp can store in a whole span, at both ends
+of the warp and at the end of the row, are stored in pieces. At 2731 columns transfers of single elements had 0.48 of
+the bytes per second of aligned rows (H200; docs/LOG.md, "Rows of an odd width").
 """
 
 import dataclasses
@@ -30,21 +32,21 @@ class LanePosition:
     width: int
     token: Word
     column: Word
-    in_bounds: LaneMask  # whether both are in the array; None where all lanes are
-    first_token: Word  # of the program
+    in_bounds: LaneMask  # true where both are in the array; None where all lanes are
+    first_token: Word  # the program's
     first_column: Word
     thread: Word
-    block: int = TOKEN_BLOCK  # tokens of a warp
+    block: int = TOKEN_BLOCK  # tokens per warp
 
     def in_bounds_of(self, m: LaneMemoryOps, row: Word, rows: int, column: Word, columns: int) -> LaneMask:
-        """Returns whether (row, column) is in [rows, columns]; None where all lanes are."""
+        """Returns the mask of (row, column) in [rows, columns]; None where all lanes are inside the array."""
         return None if self.in_bounds is None else m.logical_and(m.less(row, rows), m.less(column, columns))
 
 
 def program_grid(
     tokens: int, width: int, columns: int, *, tiled: bool = False, block: int = TOKEN_BLOCK
 ) -> tuple[int, int]:
-    """Returns the programs down and across an array; extra programs pad tiles of scales with zeros."""
+    """Returns the numbers of programs along tokens and along features; extra programs zero-pad tiles of scales."""
     covered = [round_up(size, ROWS if tiled else 1) for size in (tokens, width)]
     return -(-covered[0] // (WARPS * block)), -(-covered[1] // (32 * columns))
 
@@ -52,16 +54,16 @@ def program_grid(
 def prefetch_next_program(
     m: LaneMemoryOps, arrays: int, tokens: int, width: int, grid: tuple[int, int], size: int
 ) -> None:
-    """Prefetches what the next program of these lanes reads: half a row of its warp's columns per lane."""
+    """Prefetches into L2 what the next program of these lanes reads: half a row of its warp's columns per lane."""
     program = m.next_program_id()
-    at = lane_position(m, tokens, width, grid, program=program)
-    row, half = m.shr(m.and_(at.thread, 31), 1), m.and_(at.thread, 1)
-    token, column = m.iadd(at.token, row), m.imad(half, 16 * m.columns, at.first_column)
-    inside = m.less(program, grid[0] * grid[1])
-    if at.in_bounds is not None:
-        inside = m.logical_and(inside, m.logical_and(m.less(token, tokens), m.less(column, width)))
+    pos = lane_position(m, tokens, width, grid, program=program)
+    row, half = m.shr(m.and_(pos.thread, 31), 1), m.and_(pos.thread, 1)
+    token, column = m.iadd(pos.token, row), m.imad(half, 16 * m.columns, pos.first_column)
+    in_bounds = m.less(program, grid[0] * grid[1])
+    if pos.in_bounds is not None:
+        in_bounds = m.logical_and(in_bounds, m.logical_and(m.less(token, tokens), m.less(column, width)))
     for array in range(arrays):
-        m.prefetch(m.address(array, m.imad(token, width, column), size), inside)
+        m.prefetch(m.address(array, m.imad(token, width, column), size), in_bounds)
 
 
 def lane_position(
@@ -79,16 +81,17 @@ def lane_position(
     first_column = m.imad(m.u32_mod_const(program, across), 32 * m.columns, 0)
     token = m.imad(m.shr(thread, 5), block, first_token)
     column = m.imad(m.and_(thread, 31), m.columns, first_column)
-    exact = down * WARPS * block == tokens and across * 32 * m.columns == width
-    inside = None if exact else m.logical_and(m.less(token, tokens), m.less(column, width))
-    return LanePosition(tokens, width, token, column, inside, first_token, first_column, thread, block)
+    divides = down * WARPS * block == tokens and across * 32 * m.columns == width
+    in_bounds = None if divides else m.logical_and(m.less(token, tokens), m.less(column, width))
+    return LanePosition(tokens, width, token, column, in_bounds, first_token, first_column, thread, block)
 
 
 def load_rows(
     m: LaneMemoryOps, array: int, at: LanePosition, size: int, *, rows: int | None = None
 ) -> list[list[Word]]:
-    """Loads the words of a lane's columns of each of `rows` rows per block of tokens (by default one per token),
-    elements of `size` bytes; zero out of bounds.
+    """Loads the words of a lane's columns of each of `rows` rows per block of tokens (by default one per token).
+
+    Elements have `size` bytes; those out of bounds are zero.
     """
     return LaneRows(m, array, at, rows or at.block, size).load()
 
@@ -132,7 +135,7 @@ class LaneRows:
 
     @property
     def split(self) -> bool:
-        """Whether a lane's columns may cross the edge of the array."""
+        """True if a lane's columns may cross the edge of the array."""
         return self.at.width % self.m.columns != 0
 
     @property
@@ -142,11 +145,12 @@ class LaneRows:
 
     @property
     def shifted(self) -> bool:
-        """Whether split rows are moved by aligned spans: the first row of each block and the end of the array have to
-        be aligned, as the begin of an array is.
+        """True if split rows are moved by aligned spans.
+
+        The first row of each block and the end of the array have to be aligned, as the begin of an array is.
         """
         aligned = self.rows % self.m.columns == 0 == self.at.tokens % self.at.block and self.span % 4 == 0
-        return self.split and aligned and self.m.columns <= 4  # more columns have more pieces of a kind
+        return self.split and aligned and self.m.columns <= 4  # with more columns, several pieces have the same size
 
     def _index(self) -> Word:
         """Returns the index of the lane's first element."""
@@ -171,68 +175,69 @@ class LaneRows:
 
     # Rows that are not shifted: whole spans, or element by element.
     def _inside(self, row: int) -> list[LaneMask]:
-        """Returns whether each unit that is moved is in bounds."""
+        """Returns the mask of each unit that is moved: in bounds or not."""
         m, at = self.m, self.at
-        inside = at.in_bounds
+        in_bounds = at.in_bounds
         if at.tokens % at.block and self.rows == at.block:
-            inside = m.logical_and(inside, m.less(m.iadd(at.token, row), at.tokens))
+            in_bounds = m.logical_and(in_bounds, m.less(m.iadd(at.token, row), at.tokens))
         if not self.split:
-            return [inside]
-        return [m.logical_and(inside, m.less(m.iadd(at.column, c), at.width)) for c in range(m.columns)]
+            return [in_bounds]
+        return [m.logical_and(in_bounds, m.less(m.iadd(at.column, c), at.width)) for c in range(m.columns)]
 
-    def _load(self, begin: Address, row: int) -> list[Word]:
-        m, offset, inside = self.m, row * self.at.width * self.size, self._inside(row)
+    def _load(self, base: Address, row: int) -> list[Word]:
+        m, offset, masks = self.m, row * self.at.width * self.size, self._inside(row)
         if not self.split:
             unit = min(4, self.span)
-            return m.load(begin, self.span // unit, offset=offset, size=unit, where=inside[0])
+            return m.load(base, self.span // unit, offset=offset, size=unit, where=masks[0])
         units: list[Word] = []
-        for c, where in enumerate(inside):
-            units += m.load(begin, offset=offset + c * self.size, size=self.size, where=where)
+        for c, where in enumerate(masks):
+            units += m.load(base, offset=offset + c * self.size, size=self.size, where=where)
         return pack_units(m, units, self.size)
 
-    def _store(self, begin: Address, number: int, row: Words) -> None:
-        m, offset, inside = self.m, number * self.at.width * self.size, self._inside(number)
+    def _store(self, base: Address, row_index: int, row: Words) -> None:
+        m, offset, masks = self.m, row_index * self.at.width * self.size, self._inside(row_index)
         if not self.split:
-            m.store(begin, row, offset=offset, size=min(4, self.span), where=inside[0])
+            m.store(base, row, offset=offset, size=min(4, self.span), where=masks[0])
             return
-        for c, (part, where) in enumerate(zip(unpack_units(m, row, self.size), inside, strict=True)):
-            m.store(begin, [part], offset=offset + c * self.size, size=self.size, where=where)
+        for c, (unit, where) in enumerate(zip(unpack_units(m, row, self.size), masks, strict=True)):
+            m.store(base, [unit], offset=offset + c * self.size, size=self.size, where=where)
 
     # Shifted rows: aligned spans.
     def _inside_bits(self) -> list[Word]:
-        """Returns, for each word of a lane's columns, ones where they are in bounds."""
-        m, at, out = self.m, self.at, []
+        """Returns a bit mask per word of a lane's columns: ones where the element is in bounds."""
+        m, at, masks = self.m, self.at, []
         for first in range(0, m.columns, 4 // self.size):
             bits: Word = 0
             for i in range(4 // self.size):
-                up_to_here = 2 ** (8 * self.size * (i + 1)) - 1
-                bits = m.select_if(m.less(m.iadd(at.column, first + i), at.width), up_to_here, bits)
-            out.append(bits)
-        return out
+                mask_up_to_i = 2 ** (8 * self.size * (i + 1)) - 1
+                bits = m.select_if(m.less(m.iadd(at.column, first + i), at.width), mask_up_to_i, bits)
+            masks.append(bits)
+        return masks
 
-    def _load_shifted(self, begin: Address, row: int, inside: Words) -> list[Word]:
+    def _load_shifted(self, base: Address, row: int, masks: Words) -> list[Word]:
         m, at, count = self.m, self.at, self.span // 4
-        past = row * at.width % m.columns  # this lane's columns begin so many elements past an aligned address
+        past = row * at.width % m.columns  # elements from the aligned address before this lane's columns
         offset = (row * at.width - past) * self.size
-        words = m.load(begin, count, offset=offset, where=at.in_bounds)
+        words = m.load(base, count, offset=offset, where=at.in_bounds)
         if past:
-            reached = m.logical_and(at.in_bounds, m.less(m.iadd(at.column, m.columns - past), at.width))
-            words += m.load(begin, count, offset=offset + self.span, where=reached)
+            next_in_bounds = m.logical_and(at.in_bounds, m.less(m.iadd(at.column, m.columns - past), at.width))
+            words += m.load(base, count, offset=offset + self.span, where=next_in_bounds)
         span = slice_words(m, words, past * self.size, count)
-        return [m.and_(word, bits) for word, bits in zip(span, inside, strict=True)]
+        return [m.and_(word, mask) for word, mask in zip(span, masks, strict=True)]
 
-    def _store_shifted(self, begin: Address, index: Word, number: int, row: Words) -> None:
+    def _store_shifted(self, base: Address, index: Word, row_index: int, row: Words) -> None:
         m, at, columns = self.m, self.at, self.m.columns
-        offset, first = number * at.width * self.size, -number * at.width % columns  # up to the next aligned address
+        # `first`: elements up to the next aligned address
+        offset, first = row_index * at.width * self.size, -row_index * at.width % columns
         lane = m.and_(at.thread, 31)
         missing = [m.shuffle_down_1(word) for word in row[: -(-first * self.size // 4)]]
-        filled = m.logical_and(at.in_bounds, m.less(m.iadd(at.column, first + columns - 1), at.width))
-        where = m.logical_and(filled, m.less(lane, 31)) if first else filled
+        span_in_bounds = m.logical_and(at.in_bounds, m.less(m.iadd(at.column, first + columns - 1), at.width))
+        where = m.logical_and(span_in_bounds, m.less(lane, 31)) if first else span_in_bounds
         span = slice_words(m, [*row, *missing], first * self.size, len(row))
-        m.store(begin, span, offset=offset + first * self.size, where=where)
+        m.store(base, span, offset=offset + first * self.size, where=where)
         if first:
             self._store_ends_of_warp(index, offset, first, row)
-        self._store_end_of_row(begin, offset, first, row)
+        self._store_end_of_row(base, offset, first, row)
 
     def _store_ends_of_warp(self, index: Word, offset: int, first: int, row: Words) -> None:
         """Stores the first lane's elements before `first` and the last lane's from there on, one piece of each at a
@@ -241,40 +246,43 @@ class LaneRows:
         m, at, columns = self.m, self.at, self.m.columns
         lane = m.and_(at.thread, 31)
         last, ends = m.less(30, lane), m.less(m.and_(m.iadd(lane, 1), 31), 2)
-        whole = m.logical_and(at.in_bounds, m.less(m.iadd(at.column, columns - 1), at.width))
+        row_in_bounds = m.logical_and(at.in_bounds, m.less(m.iadd(at.column, columns - 1), at.width))
         heads = {count: c for c, count in self._pieces(0, first, first)}
         tails = {count: c for c, count in self._pieces(first, columns, first)}
         for count in {**heads, **tails}:
             c = heads.get(count, tails.get(count, 0))
-            to = tails.get(count, c)
+            tail = tails.get(count, c)
             where = m.less(lane, 1) if count not in tails else ends if count in heads else last
-            address = m.address(self.array, m.imad(m.predicate_to_u32(last), to - c, index), self.size)
-            word = m.select_if(last, self._piece(row, to), self._piece(row, c))
+            address = m.address(self.array, m.imad(m.predicate_to_u32(last), tail - c, index), self.size)
+            piece = m.select_if(last, self._piece(row, tail), self._piece(row, c))
             size = count * self.size
-            m.store(address, [word], offset=offset + c * self.size, size=size, where=m.logical_and(whole, where))
+            m.store(
+                address, [piece], offset=offset + c * self.size, size=size, where=m.logical_and(row_in_bounds, where)
+            )
 
-    def _store_end_of_row(self, begin: Address, offset: int, first: int, row: Words) -> None:
+    def _store_end_of_row(self, base: Address, offset: int, first: int, row: Words) -> None:
         """Stores the partial span of the last lane of a row, as far as the lane before it cannot."""
         m, at, columns = self.m, self.at, self.m.columns
         tail = at.width % columns
-        column, alone = at.width - tail, (at.width - tail) % (32 * columns) == 0  # of the last lane; in its warp
-        parts = [(column, 0 if alone or first > tail else first, tail)]
-        if first > tail and not alone:
-            parts.append((column - columns, first, columns))
-        for held_from, begins, ends in parts:
-            for c, count in self._pieces(begins, ends, first):
-                where = m.logical_and(at.in_bounds, m.less(m.xor(at.column, held_from), 1))
+        # first column of the last lane; True if that lane is the only one of its warp
+        last_column, is_only = at.width - tail, (at.width - tail) % (32 * columns) == 0
+        pieces_of = [(last_column, 0 if is_only or first > tail else first, tail)]
+        if first > tail and not is_only:
+            pieces_of.append((last_column - columns, first, columns))
+        for holder, first_element, end_element in pieces_of:
+            for c, count in self._pieces(first_element, end_element, first):
+                where = m.logical_and(at.in_bounds, m.less(m.xor(at.column, holder), 1))
                 size = count * self.size
-                m.store(begin, [self._piece(row, c)], offset=offset + c * self.size, size=size, where=where)
+                m.store(base, [self._piece(row, c)], offset=offset + c * self.size, size=size, where=where)
 
     def _pieces(self, begin: int, end: int, aligned: int) -> list[tuple[int, int]]:
         """Returns (first, count) of pairs and single elements; pairs are aligned as element `aligned` is."""
-        out, c = [], begin
+        pieces, c = [], begin
         while c < end:
             count = 2 if (c - aligned) % 2 == 0 and c + 1 < end else 1
-            out.append((c, count))
+            pieces.append((c, count))
             c += count
-        return out
+        return pieces
 
     def _piece(self, row: Words, first: int) -> Word:
         """Returns the word that begins with element `first` of the lane's."""

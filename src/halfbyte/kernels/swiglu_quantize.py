@@ -1,18 +1,24 @@
-"""SwiGLU fused into the quantize passes of the MLP, forward and backward.
+"""SwiGLU fused into the quantize passes of the MLP, forward and backward: h, dg and du never reach memory.
 
     s = 1 / (1 + exp(-g)),   a = bf16(g s),   h = bf16(a u)
     du = bf16(dh a),   dg = bf16(bf16(dh u) (s (1 + g (1 - s))))
 
-Float32 arithmetic between the stated roundings. exp and the reciprocal are the GPU's approximations, a few units in the
-last place from XLA's; the amax pass and the quantize pass of one tensor run the same code, so that scales and codes
-match. Equality with `reference` is therefore tested on the quantizers' inputs: every operand equals `quantize_tiled` of
-the h, dg and du that the kernels compute, bit for bit.
+float32 arithmetic between the stated roundings.
+
+How it works: the amax pass and the quantize pass both compute SwiGLU in registers. Forward: two reads of g and u, one
+operand written. Backward: two reads of g, u and dh, five operands written. The amax pass of the forward direction can
+also write g and u into the stacks of residuals, since it reads them anyway.
+
+Bits: exp and the reciprocal are the GPU's approximations, a few units in the last place from XLA's. Both passes of one
+tensor run the same code, so that scales and codes match. Equality with `reference` is therefore tested on the
+quantizers' inputs: every operand equals `quantize_tiled` of the h, dg and du that the kernels compute, bit for bit.
+
+Backward, registers decide: a lane keeps 48 words of g, u and dh. In tiles the pass took 799 us, as an untiled kernel of
+five programs per SM, which leave 96 registers per lane, 689 us ([16384, 8192], H200). Six programs spill, and with four
+too few warps hide the reads (docs/LOG.md, "Carriers without tiles").
 
 g, u and dh may be GEMM outputs with a float32 deferred alpha each (`deferred_alpha`): the kernels then read
-bf16(g deferred_alpha), and so on. The tiled pass that writes carriers does not support it.
-
-Passes over [tokens, hidden]: forward, two reads of g and u and one written operand; backward, two reads of g, u and dh
-and five written operands. h, dg and du never reach memory.
+bf16(g * deferred_alpha), and so on. The tiled pass that writes block-dequantized operands does not support it.
 """
 
 import functools
@@ -35,44 +41,44 @@ from halfbyte.kernels.triton_launch import NVFP4_BLOCK, PassTiling, emit_tile_bo
 
 FORWARD_TILING = PassTiling(4, 2)
 BACKWARD_MAXIMA_TILING = PassTiling(2, 4)
-# As many programs as fit, for lanes that keep 48 words: 96 registers for a carrier, 168 for one of two candidates.
+# Lanes keep 48 words. Five programs per SM leave 96 registers, three leave 168 for a rule with two candidates.
 BACKWARD_CODES, BACKWARD_CARRIERS, BACKWARD_CHOICES = LaunchConfig(2, 4), LaunchConfig(2, 5), LaunchConfig(2, 3)
-H_FIRST_ORDER = (4, 0, 1, 2, 3)  # the order of the backward pass's operands: h's registers are free for the others
+H_FIRST_ORDER = (4, 0, 1, 2, 3)  # operand order of the backward pass: h first, whose registers are then free
 
 
 def _gate(m: LaneOps, g_word: Word) -> tuple[list[Word], list[Word], Word]:
-    """Returns g and sigmoid(g) of both halves, and the word of a."""
+    """Returns g and sigmoid(g) of both halves, float32, and a = bf16(g sigmoid(g)) as a word."""
     g = [m.low_bf16(g_word), m.high_bf16(g_word)]
     s = [m.sigmoid(x) for x in g]
     return g, s, m.pack_round(*(m.fmul(x, y) for x, y in zip(g, s, strict=True)))
 
 
 def swiglu_forward_row(m: LaneOps, g: Words, u: Words) -> list[Word]:
-    """h of one token row."""
+    """Returns h of one token row."""
     return [m.mul_bf16x2(_gate(m, a)[2], b) for a, b in zip(g, u, strict=True)]
 
 
-def swiglu_backward_row(m: LaneOps, g: Words, u: Words, d: Words) -> tuple[list[Word], ...]:
-    """dg, du and h of one token row."""
+def swiglu_backward_row(m: LaneOps, g: Words, u: Words, dh: Words) -> tuple[list[Word], ...]:
+    """Returns dg, du and h of one token row."""
     dg, du, h = [], [], []
-    for g_word, u_word, d_word in zip(g, u, d, strict=True):
+    for g_word, u_word, dh_word in zip(g, u, dh, strict=True):
         gate, s, a = _gate(m, g_word)
-        through = m.mul_bf16x2(d_word, u_word)
+        da = m.mul_bf16x2(dh_word, u_word)
         slopes = [m.fmul(y, m.ffma(x, m.fsub(1.0, y), 1.0)) for x, y in zip(gate, s, strict=True)]
-        dg.append(m.pack_round(m.fmul(m.low_bf16(through), slopes[0]), m.fmul(m.high_bf16(through), slopes[1])))
-        du.append(m.mul_bf16x2(d_word, a))
+        dg.append(m.pack_round(m.fmul(m.low_bf16(da), slopes[0]), m.fmul(m.high_bf16(da), slopes[1])))
+        du.append(m.mul_bf16x2(dh_word, a))
         h.append(m.mul_bf16x2(a, u_word))
     return dg, du, h
 
 
 def swiglu_forward_tile(m: LaneOps, words: TokenRows) -> list[list[list[Word]]]:
-    """h, from the token rows of g, then of u."""
+    """Returns [h]. `words` are the token rows of g, then of u."""
     count = len(words) // 2
     return [[swiglu_forward_row(m, words[r], words[count + r]) for r in range(count)]]
 
 
 def swiglu_backward_tile(m: LaneOps, words: TokenRows) -> list[list[list[Word]]]:
-    """dg, du and h, from the token rows of g, of u, then of dh."""
+    """Returns [dg, du, h]. `words` are the token rows of g, of u, then of dh."""
     count = len(words) // 3
     rows = [swiglu_backward_row(m, words[r], words[count + r], words[2 * count + r]) for r in range(count)]
     return [[row[i] for row in rows] for i in range(3)]
@@ -82,7 +88,7 @@ SWIGLU_FORWARD = TileTransform(swiglu_forward_tile, 1)
 
 
 def _swiglu_tile_producer(tiling: PassTiling) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
-    """From the tiles of g and u to those of h."""
+    """Returns a function from the tiles of g and u to [tiles of h]."""
 
     def body(m, words, _):
         return swiglu_forward_tile(m, words)[0]
@@ -102,8 +108,9 @@ def swiglu_forward_amax(
     stack_slices: Sequence[StackSlice] = (),
     tiling: PassTiling = FORWARD_TILING,
 ) -> tuple[jax.Array, ...]:
-    """Returns partial amaxes of h, and of its transform along tokens if `hadamard`, as `partial_amax`. With
-    `stack_slices`, those of two stacks, g and u are written there, and the stacks are the last results.
+    """Returns partial amaxes of h, and of its transform along tokens if `hadamard`, as `partial_amax`.
+
+    With `stack_slices`, one of a stack for g and one for u, g and u are written there; the stacks are the last results.
     """
     run = functools.partial(
         tiled_partial_amax,
@@ -125,7 +132,7 @@ def swiglu_quantize_forward(
     columns: ColumnwiseOperand | None = None,
     tiling: PassTiling = FORWARD_TILING,
 ) -> tuple[jax.Array, ...]:
-    """Returns the operands of h, in one read of g and u, as `quantize_tiled` does."""
+    """Returns the operands of h, from one read of g and u, as `quantize_tiled`."""
     jobs: list[tuple[RowwiseOperand | ColumnwiseOperand, int]] = [
         (side, 0) for side in (rows, columns) if side is not None
     ]
@@ -148,9 +155,7 @@ def swiglu_backward_amax(
     tensors: int = 2,
     tiling: PassTiling = BACKWARD_MAXIMA_TILING,
 ) -> tuple[jax.Array, ...]:
-    """Returns partial amaxes of dg, of its transform, of du, of its transform (without the transforms unless
-    `hadamard`), and with `tensors=3` of h as well.
-    """
+    """Returns partial amaxes of dg and du, with `tensors=3` also of h; each then its transform's if `hadamard`."""
     run = functools.partial(
         tiled_partial_amax,
         [g, u, dh],
@@ -171,8 +176,9 @@ def swiglu_quantize_backward(
     du: tuple[RowwiseOperand, ColumnwiseOperand],
     h: ColumnwiseOperand,
 ) -> tuple[jax.Array, ...]:
-    """Five operands in one read of g, u and dh: dg by rows and by columns, du by rows and by columns, h by columns; as
-    `quantize_tiled` returns them.
+    """Returns five operands from one read of g, u and dh: rowwise and columnwise dg, the same of du, columnwise h.
+
+    Each is as `quantize_tiled` returns it.
     """
     triton_launch.check_kernel_arrays(g, u, dh)
     jobs: list[tuple[RowwiseOperand | ColumnwiseOperand, int]] = [

@@ -1,9 +1,9 @@
 """Launch of tiled kernels through Pallas Triton: the grid, the arrays they support, and the body of a tile.
 
 A kernel views a token-major [tokens, columns] array as [tokens / rows, rows, columns / 16, 16]. One program owns `rows`
-tokens by `blocks` blocks of 16 columns; each token row is its own [blocks, 16] register tile, so the token axis stays
-in the lane: token-axis amaxes and the Hadamard transform are register arithmetic, and nothing is transposed in memory.
-A body of lane ops takes the words of a tile and returns words, on the GPU in one inline-assembly block.
+tokens by `blocks` blocks of 16 columns. Each token row is its own [blocks, 16] register tile, so the token axis is in
+the lane: token-axis amaxes and the Hadamard transform are register arithmetic, and nothing is transposed in memory. A
+body of lane ops takes the words of a tile and returns words, on the GPU in one inline-PTX block.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def index_range_refusal(tokens: int, columns: int) -> str | None:
 
 
 def is_tileable(columns: int) -> bool:
-    """Returns whether tiles divide such rows; kernels without tiles (`nvfp4_untiled.py`) take the others."""
+    """Returns True if tiles divide rows of this width; untiled kernels (`nvfp4_untiled.py`) serve the others."""
     return columns % 128 == 0
 
 
@@ -72,15 +72,16 @@ def fit_warps(tiling: PassTiling, columns: int) -> PassTiling:
 def jit_per_shape(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Traces and lowers a pass once for all its calls with the same shapes and options.
 
-    A kernel's code holds the source lines of the call that it was traced for, and XLA merges only calls with equal
-    code: without this, three linears that quantize the same x on three lines would do it three times.
+    A kernel's code includes the source lines of the call that it was traced for, and XLA merges only calls with equal
+    code. Without this, three linears that quantize the same x on three lines would launch three passes.
     """
     return lambda fn: jax.jit(fn, static_argnames=static)
 
 
 def check_kernel_arrays(*arrays: jax.Array | StackSlice) -> None:
-    """Raises ValueError for an array that no kernel supports, and for arrays of different shapes or dtypes: a kernel
-    without tiles computes the addresses of all of them from the first one's.
+    """Raises ValueError for an array that no kernel supports, and for arrays of different shapes or dtypes.
+
+    An untiled kernel computes the addresses of all arrays from the shape of the first.
     """
     x = arrays[0]
     reason = (
@@ -96,7 +97,7 @@ def check_kernel_arrays(*arrays: jax.Array | StackSlice) -> None:
 @dataclasses.dataclass(frozen=True)
 class TiledOutputs:
     """Outputs of a kernel, in the order of its results: `tensors`, each (rows per tile, dtype); `num_amaxes` int32
-    arrays, one number per program; and stacks, whose slices `stack_outputs` it writes in place.
+    arrays, one amax per program; and stacks, whose slices `stack_outputs` are written in place.
     """
 
     tensors: Sequence[tuple[int, DTypeLike]] = ()
@@ -116,11 +117,11 @@ def launch_tiled(
 ) -> list[jax.Array]:
     """Runs `kernel(program, array_refs, scalar_refs, output_refs, amax_refs)` over tiles of `rows` tokens.
 
-    References of stack slices follow those of the outputs. Scalars are vectors. Of a table of vectors, one for each of
-    so many equal parts of the tokens, a program sees that of its part; of one value per column, [1, columns / 16, 16],
-    those of its columns; of a stack slice, that of the layer.
+    References of stack slices follow those of the outputs. `scalars` are small arrays: a vector, which every program
+    reads; a table [parts, n], one vector per equal part of the tokens, of which a program reads its part's; one value
+    per column, [1, columns / 16, 16], of which it reads its columns'; or a stack slice, read at its layer.
     """
-    tensors, maxima, stack_slices = outputs.tensors, outputs.num_amaxes, outputs.stack_outputs
+    tensors, num_amaxes, stack_slices = outputs.tensors, outputs.num_amaxes, outputs.stack_outputs
     tokens, width = arrays[0].shape
     tiling = fit_warps(tiling, width)
     groups, blocks = tokens // rows, tiling.width // NVFP4_BLOCK
@@ -134,11 +135,11 @@ def launch_tiled(
     def in_spec(array: jax.Array | StackSlice) -> pl.BlockSpec:
         return spec(array.shape[0] // groups, array.stack.shape[:1] if isinstance(array, StackSlice) else ())
 
-    def whole(array: jax.Array | StackSlice) -> jax.Array:
+    def whole_array(array: jax.Array | StackSlice) -> jax.Array:
         return array.stack if isinstance(array, StackSlice) else array
 
     def view(array: jax.Array | StackSlice) -> jax.Array:
-        return whole(array.reshape(groups, array.shape[0] // groups, width // NVFP4_BLOCK, NVFP4_BLOCK))
+        return whole_array(array.reshape(groups, array.shape[0] // groups, width // NVFP4_BLOCK, NVFP4_BLOCK))
 
     inputs = [*arrays, *scalars, *stack_slices]
     indices = [array.index.reshape(1) for array in inputs if isinstance(array, StackSlice)]
@@ -147,9 +148,9 @@ def launch_tiled(
 
     def body(*refs):
         j, i = pl.program_id(0), pl.program_id(1)
-        out_refs = refs[s + len(stack_slices) :]  # the stacks are inputs as well, and are not read
-        places = stack_slice_refs(inputs, [*refs[:b], *out_refs[o + maxima :]], refs[b:s])
-        kernel((i, j), places[:a], places[a:b], [*out_refs[:o], *places[b:]], out_refs[o : o + maxima])
+        out_refs = refs[s + len(stack_slices) :]  # the stacks are inputs too (aliased), and are not read
+        input_refs = stack_slice_refs(inputs, [*refs[:b], *out_refs[o + num_amaxes :]], refs[b:s])
+        kernel((i, j), input_refs[:a], input_refs[a:b], [*out_refs[:o], *input_refs[b:]], out_refs[o : o + num_amaxes])
 
     def vector(s: jax.Array | StackSlice) -> pl.BlockSpec:
         if isinstance(s, StackSlice):
@@ -160,25 +161,25 @@ def launch_tiled(
             return pl.BlockSpec((None, blocks, NVFP4_BLOCK), lambda j, i: (0, j, 0))
         return pl.BlockSpec((None, s.shape[1]), lambda j, i: (i // (groups // s.shape[0]), 0))
 
-    one = pl.BlockSpec((1, 1), lambda j, i: (i, j))
+    amax_spec = pl.BlockSpec((1, 1), lambda j, i: (i, j))
     results = pl.pallas_call(
         body,
         grid=grid[::-1],
         in_specs=[*map(in_spec, arrays), *map(vector, [*scalars, *indices]), *map(in_spec, stack_slices)],
-        out_specs=[*(spec(count) for count, _ in tensors), *[one] * maxima, *map(in_spec, stack_slices)],
+        out_specs=[*(spec(count) for count, _ in tensors), *[amax_spec] * num_amaxes, *map(in_spec, stack_slices)],
         out_shape=[
             *(jax.ShapeDtypeStruct((groups, count, width // NVFP4_BLOCK, NVFP4_BLOCK), d) for count, d in tensors),
-            *[jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima,
+            *[jax.ShapeDtypeStruct(grid, jnp.int32)] * num_amaxes,
             *(jax.ShapeDtypeStruct(view(layer).shape, layer.dtype) for layer in stack_slices),
         ],
-        input_output_aliases={s + i: o + maxima + i for i in range(len(stack_slices))},
+        input_output_aliases={s + i: o + num_amaxes + i for i in range(len(stack_slices))},
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=1),
         interpret=is_interpreting(),
         name=name,
-    )(*map(view, arrays), *map(whole, scalars), *indices, *map(view, stack_slices))
+    )(*map(view, arrays), *map(whole_array, scalars), *indices, *map(view, stack_slices))
     shaped = [r.reshape(-1, width) for r in results[:o]]
-    stacks = [r.reshape(layer.stack.shape) for r, layer in zip(results[o + maxima :], stack_slices, strict=True)]
-    return [*shaped, *results[o : o + maxima], *stacks]
+    stacks = [r.reshape(layer.stack.shape) for r, layer in zip(results[o + num_amaxes :], stack_slices, strict=True)]
+    return [*shaped, *results[o : o + num_amaxes], *stacks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +200,11 @@ def stack_slice_refs(
     arrays: Sequence[jax.Array | StackSlice], refs: Sequence[Any], indices: Sequence[Any]
 ) -> list[Any]:
     """Returns references to the tiles of `arrays`; `indices` are those of the layer indices, in order."""
-    numbers = iter(indices)
+    layer_indices = iter(indices)
     pairs = zip(arrays, refs, strict=True)
-    return [StackSliceRef(ref, next(numbers)[0]) if isinstance(array, StackSlice) else ref for array, ref in pairs]
+    return [
+        StackSliceRef(ref, next(layer_indices)[0]) if isinstance(array, StackSlice) else ref for array, ref in pairs
+    ]
 
 
 def emit_tile_body(
@@ -271,9 +274,11 @@ def _evaluate_vector(
 
     def host(*arrays: jax.Array) -> list[np.ndarray]:
         words = [_split(np.asarray(a), columns) for a in arrays[: len(tiles)]]
-        firsts = [_as_f32_or_u32(np.broadcast_to(np.asarray(a), shape)[:, ::columns]) for a in arrays[len(tiles) :]]
+        scalars_of_lanes = [
+            _as_f32_or_u32(np.broadcast_to(np.asarray(a), shape)[:, ::columns]) for a in arrays[len(tiles) :]
+        ]
         with np.errstate(all="ignore"):
-            results = body(NumpyLaneOps(columns), words, firsts)
+            results = body(NumpyLaneOps(columns), words, scalars_of_lanes)
         return [_join(words, shape, d) for words, d in zip(results, outputs, strict=True)]
 
     return jax.pure_callback(host, [jax.ShapeDtypeStruct(shape, d) for d in outputs], *tiles, *scalars)
