@@ -345,11 +345,13 @@ def _rounding_outcomes(
 
 def operand_stats(capture: LinearCapture, role: str) -> dict[str, Any]:
     """Returns the statistics of one operand under its own policy, and its SNR in every compared format."""
-    (name, axis), own = ROLE_TENSOR_AXIS[role], getattr(capture.recipe, role)
+    (name, axis), own_policy = ROLE_TENSOR_AXIS[role], getattr(capture.recipe, role)
     x = as_matrix(getattr(capture, name)).astype(jnp.bfloat16)
     policies = POLICIES_COMPARED | ({"nvfp4 2d": NVFP4_2D} if name == "w" else {})
-    plain = OperandPolicy(own.format, own.block, hadamard=own.hadamard, hadamard_size=own.hadamard_size)
-    if own.format.quantized and plain not in policies.values():
+    plain = OperandPolicy(
+        own_policy.format, own_policy.block, hadamard=own_policy.hadamard, hadamard_size=own_policy.hadamard_size
+    )
+    if own_policy.format.quantized and plain not in policies.values():
         policies = policies | {"own": plain}
     rows = {label: blocks_as_rows(x, policy, axis) for label, policy in policies.items()}
     stats: dict[str, Any] = {}
@@ -363,7 +365,7 @@ def operand_stats(capture: LinearCapture, role: str) -> dict[str, Any]:
         label: stats[label]["snr"] if label in stats else math.nan for label in policies if not label.startswith("fp8")
     }
     snr["fp8"] = stats[fp8_label]["snr"]
-    own_label = {p: label for label, p in policies.items()}.get(plain) if own.format.quantized else None
+    own_label = {p: label for label, p in policies.items()}.get(plain) if own_policy.format.quantized else None
     if own_label is None:
         return {field: stats[fp8_label][field] for field in ("amax", "crest")} | {"snr": snr}
     return {**stats[own_label], "snr": snr | {"own": stats[own_label]["snr"]}}

@@ -138,7 +138,7 @@ def read_maxtext_curve(path: Path, name: str) -> MetricCurve:
             raise ValueError(f"{path}: step {step} has no learning/total_weights, so that it has no place in a curve")
         # If the file starts after step 0, the earlier steps are assumed to have had as many tokens as its first one.
         tokens += weights * (1 if curve_rows else step + 1)
-        values = {ours: row[theirs] for theirs, ours in MAXTEXT_FIELDS.items() if theirs in row}
+        values = {field: row[maxtext_name] for maxtext_name, field in MAXTEXT_FIELDS.items() if maxtext_name in row}
         curve_rows.append({"step": float(step + 1), "tokens": tokens, **values})
     return MetricCurve(name, tuple(curve_rows))
 

@@ -241,15 +241,18 @@ def mean_gain_alarm(kind: str, gemms: Sequence[Mapping[str, Any]], kinds: int = 
 
 
 def _alarm(kind: str, gemms: Sequence[Mapping[str, Any]]) -> str:
-    bad = sorted((g for g in gemms if g["alarm"]), key=lambda g: (-g["wrong"], -g["error"]))
-    mean = {name: float(np.mean([g[name] for g in bad])) for name in ("gain", "snr_db", "recipe_gain", "recipe_snr_db")}
-    layers = ", ".join(f"layer {g['layer']} {g['site']}" for g in bad[:MAX_LISTED_ALARMS])
-    more = f" and {len(bad) - MAX_LISTED_ALARMS} more" if len(bad) > MAX_LISTED_ALARMS else ""
-    worst = bad[0]
+    alarmed = sorted((g for g in gemms if g["alarm"]), key=lambda g: (-g["wrong"], -g["error"]))
+    mean = {
+        name: float(np.mean([g[name] for g in alarmed])) for name in ("gain", "snr_db", "recipe_gain", "recipe_snr_db")
+    }
+    layers = ", ".join(f"layer {g['layer']} {g['site']}" for g in alarmed[:MAX_LISTED_ALARMS])
+    more = f" and {len(alarmed) - MAX_LISTED_ALARMS} more" if len(alarmed) > MAX_LISTED_ALARMS else ""
+    worst = alarmed[0]
     codes = f"; {100 * worst['wrong']:.3g}% of an operand's numbers differ" if worst["wrong"] else ""
     return (
-        f"{kind}: mean gain {mean['gain']:.4f} and {mean['snr_db']:.1f} dB of {len(bad)} of {len(gemms)} GEMMs, where "
-        f"{worst['recipe']} gives {mean['recipe_gain']:.4f} and {mean['recipe_snr_db']:.1f} dB{codes}: {layers}{more}"
+        f"{kind}: mean gain {mean['gain']:.4f} and {mean['snr_db']:.1f} dB of {len(alarmed)} of {len(gemms)} GEMMs, "
+        f"where {worst['recipe']} gives {mean['recipe_gain']:.4f} and {mean['recipe_snr_db']:.1f} dB{codes}: "
+        f"{layers}{more}"
     )
 
 

@@ -184,8 +184,8 @@ class Recipe:
                     f"({', '.join(WEIGHT_ROLES)}), which are read along both axes; use block='1d'"
                 )
             self._check_source(role, operand)
-        for gemm, (left, right) in GEMM_ROLES.items():
-            self._check_hadamard(gemm, left, right)
+        for gemm, (lhs, rhs) in GEMM_ROLES.items():
+            self._check_hadamard(gemm, lhs, rhs)
         self._check_history()
 
     def _check_history(self) -> None:

@@ -94,9 +94,9 @@ def study_notes(plan: StudyPlan, cells: Cells) -> list[str]:
     if not plan.sealed:
         notes.append("plan.json has no seal (an earlier version wrote it): whether it was edited since is not known")
     runs = [load_identity(cell.folder) for cell in cells.values() if cell.status.step]
-    for what, count in (("data", runs.count(None)), ("code", sum(not (run and run.made_with) for run in runs))):
+    for kind, count in (("data", runs.count(None)), ("code", sum(not (run and run.made_with) for run in runs))):
         if count:
-            notes.append(f"{count} of {len(runs)} runs are of an earlier version: whether all had the same {what} is "
+            notes.append(f"{count} of {len(runs)} runs are of an earlier version: whether all had the same {kind} is "
                          "not known")  # fmt: skip
     return notes
 

@@ -158,16 +158,16 @@ def read_arms(path: Path) -> list[Arm]:
 def arm_name(config: Mapping[str, Any]) -> str:
     """Returns recipe, policy and precision switch of a config, as text for a table."""
     flat = flatten_dotted(config)
-    words = [str(flat.get("recipe") or "?")]
+    parts = [str(flat.get("recipe") or "?")]
     if flat.get("policy") not in (None, "mlp"):
-        words.append(f"({flat['policy']})")
+        parts.append(f"({flat['policy']})")
     if flat.get("precision.switch_at"):
-        part = flat.get("precision.switch_part")
-        words.append(f"then {flat.get('precision.switch_to')}{'' if part == 'both' else f' {part}'}")
-        words.append(f"from {flat['precision.switch_at']:g}")
+        switch_part = flat.get("precision.switch_part")
+        parts.append(f"then {flat.get('precision.switch_to')}{'' if switch_part == 'both' else f' {switch_part}'}")
+        parts.append(f"from {flat['precision.switch_at']:g}")
     if flat.get("precision.noise_seed"):
-        words.append(f"twin {flat['precision.noise_seed']}")
-    return " ".join(words)
+        parts.append(f"twin {flat['precision.noise_seed']}")
+    return " ".join(parts)
 
 
 @dataclass(frozen=True)

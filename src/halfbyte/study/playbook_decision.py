@@ -202,10 +202,10 @@ def why_of(arm: Data) -> str:
 
 
 def error_rate(study: Data) -> str:
-    margin, many, seeds = (study["plan"][name] for name in ("margin", "candidates", "seeds"))
+    margin, num_candidates, seeds = (study["plan"][name] for name in ("margin", "candidates", "seeds"))
     return (
         f"A recipe that really is {margin} off would get this answer in at most {100 * SIGNIFICANCE_LEVEL:g}% of "
-        f"such studies ({many} candidate{'s' * (many > 1)}, {len(seeds)} seeds)."
+        f"such studies ({num_candidates} candidate{'s' * (num_candidates > 1)}, {len(seeds)} seeds)."
     )
 
 
