@@ -36,15 +36,15 @@ from halfbyte.recipes import GEMM_ROLES, WEIGHT_ROLES, OperandPolicy, recipe
 
 BF16_RECIPE = recipe("bf16")
 WEIGHT_GRADIENT = "dw"
-PATH_ERROR = 0.05
+PATH_ERROR = 0.05  # of the norm of a product of unrelated elements: tolerance of dw
 CODES = 256  # of an 8-bit block scale
-TINY = 1e-30
+TINY = 1e-30  # floor of denominators
 BFLOAT16_ROUNDING = 2.0**-8 * math.sqrt(2 / 3)  # relative, of two roundings, each uniform within half an ulp
 # Row lengths of `blocks_as_rows`, along the contracting axis: 32 is a whole number of blocks in any format.
 BLOCK_SIZES = (32, 16, 1)
 # Tensors are padded to 2**12, 2**16, 2**20, ... elements, so that tensors of similar size share compiled programs.
 FIRST_SIZE, GROWTH = 12, 4
-TILE_ROWS = 16
+TILE_ROWS = 16  # of a 2D block
 POLICIES_COMPARED = {
     "nvfp4": OperandPolicy(NVFP4),
     "nvfp4 hadamard": OperandPolicy(NVFP4, hadamard=True),

@@ -34,7 +34,7 @@ from halfbyte.formats.hadamard import random_signs
 from halfbyte.recipes import FORWARD_ROLE_OF, GEMM_ROLES, ROLES, OperandPolicy, role_key, signs_key
 
 REMAINDER_ROLE = "fprop_rest"  # remainder of fprop's x, for recipes with a two-term operand
-ROUNDED, SUMMED = 2.0**-7, 2.0**-11
+ROUNDED, SUMMED = 2.0**-7, 2.0**-11  # tolerance of two bfloat16 roundings, and of the accumulation
 # GEMM -> contracting axis of its left and of its right operand.
 CONTRACTION_OF_GEMM = {
     "fprop": (1, 0),

@@ -35,7 +35,7 @@ Observers = Callable[[TrainConfig, Path], Sequence[Any]]
 LINES_A_RUN = 8
 # A stop waits for these activities, but not for compilation or a radar probe.
 AWAITED_ACTIVITIES = ("step", "validation", "save", "finish")
-PATIENCE_S = 0.5
+PATIENCE_S = 0.5  # after the last awaited activity, until the process exits
 LOCKED_HINT = "wait for it, stop it, or give --out another directory (several hosts share one: --host INDEX/HOSTS)"
 
 

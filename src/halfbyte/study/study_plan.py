@@ -158,6 +158,7 @@ def write_or_check_plan(directory: Path, plan: StudyPlan) -> StudyPlan:
     names = {path.name for path in directory.iterdir() if path.name != LOCK and path.suffix != ".tmp"}
     if names and PLAN_FILE not in names:
         raise ValueError(f"{directory} is not empty and holds no {PLAN_FILE}; give another --out")
+    # Hosts that start at once must not both find no plan: the first one to have the lock writes it.
     with open(directory / LOCK, "a", encoding="utf-8", opener=open_no_follow) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stored = load_plan(directory)
