@@ -1,10 +1,11 @@
 """Accuracy of each quantized GEMM against its recipe and against bf16, and statistics of its operands.
 
-`judge_linear` compares with the recipe (`reference_operands`). `wrong` is the share of elements of an operand, made by
-the run's own passes, that differ from the reference. `error` is the largest deviation of a result, from the run's own
-backend, over its tolerance: only the order of sums is free. For `dw` of the whole layer, fused passes included, x and
-dy pass through other GEMMs first, whose last bits are free and change 1% of 4-bit codes: its error is that of the
-whole matrix, over 5% (PATH_ERROR) of what sums of unrelated elements would have.
+`judge_linear` compares with the recipe (`reference_operands`). `wrong` is the fraction of an operand's elements, as
+quantized by the run's own passes, that differ from the reference. `error` is the maximum deviation of a result, as
+computed by the run's own backend, relative to its tolerance: only the order of summation is unspecified. For `dw` of
+the whole layer, fused passes included, x and dy depend on other GEMMs, whose last bits are unspecified and change 1% of
+the 4-bit codes. Its error is therefore that of the whole matrix, relative to 5% (PATH_ERROR) of the norm of a product
+of unrelated elements.
 
 `tensor_stats` describes a tensor for a quantizer: range, losses per format, SNR. Each of the tensors x, w and dy of a
 linear is blocked along the axes that its GEMMs contract: x along features (fprop) and tokens (wgrad), w along inputs
@@ -35,15 +36,15 @@ from halfbyte.recipes import GEMM_ROLES, WEIGHT_ROLES, OperandPolicy, recipe
 
 BF16_RECIPE = recipe("bf16")
 WEIGHT_GRADIENT = "dw"
-PATH_ERROR = 0.05
-CODES = 256
-TINY = 1e-30
+PATH_ERROR = 0.05  # of the norm of a product of unrelated elements: tolerance of dw
+CODES = 256  # of an 8-bit block scale
+TINY = 1e-30  # floor of denominators
 BFLOAT16_ROUNDING = 2.0**-8 * math.sqrt(2 / 3)  # relative, of two roundings, each uniform within half an ulp
-# Elements along the contracted axis per row: a block of any format, if the size is a multiple.
+# Row lengths of `blocks_as_rows`, along the contracting axis: 32 is a whole number of blocks in any format.
 BLOCK_SIZES = (32, 16, 1)
-# Tensors are padded to 2**12, 2**16, 2**20, ... numbers, and share the programs of that size.
+# Tensors are padded to 2**12, 2**16, 2**20, ... elements, so that tensors of similar size share compiled programs.
 FIRST_SIZE, GROWTH = 12, 4
-TILE_ROWS = 16
+TILE_ROWS = 16  # of a 2D block
 POLICIES_COMPARED = {
     "nvfp4": OperandPolicy(NVFP4),
     "nvfp4 hadamard": OperandPolicy(NVFP4, hadamard=True),
@@ -52,9 +53,9 @@ POLICIES_COMPARED = {
     "fp8": OperandPolicy(FP8),
     "fp8 e5m2": OperandPolicy(FP8_E5M2),
 }
-"""The formats that an operand is tried in: FP8 as E5M2 for gradients."""
+"""Formats whose SNR is reported for every operand; for gradients FP8 is E5M2."""
 NVFP4_2D = OperandPolicy(NVFP4, block="2d")
-"""Another one, for weights."""
+"""In addition, for weights."""
 
 
 def gain_and_snr(q: jax.Array, b: jax.Array) -> dict[str, jax.Array]:
@@ -67,13 +68,13 @@ def gain_and_snr(q: jax.Array, b: jax.Array) -> dict[str, jax.Array]:
     """
     q, b = (t.astype(jnp.float32).reshape(-1) for t in (q, b))
     scale = jnp.maximum(jnp.max(jnp.abs(b)), jnp.float32(TINY))
-    q, b = q / scale, b / scale  # gradients of 1e-8 would underflow when squared
-    power, cross, own = jnp.sum(b * b), jnp.sum(q * b), jnp.sum(q * q)
+    q, b = q / scale, b / scale  # without scaling, gradients of 1e-8 underflow when squared
+    power, cross, q_power = jnp.sum(b * b), jnp.sum(q * b), jnp.sum(q * q)
     noise = jnp.sum((q - b) ** 2)
     return {
         "gain": cross / jnp.maximum(power, TINY),
         "bias": jnp.mean(q - b) / jnp.maximum(jnp.sqrt(power / q.size), TINY),
-        "cosine": cross / jnp.maximum(jnp.sqrt(own * power), TINY),
+        "cosine": cross / jnp.maximum(jnp.sqrt(q_power * power), TINY),
         "snr_db": 10 * jnp.log10(jnp.maximum(power, TINY) / jnp.maximum(noise, TINY * 1e-6)),
     }
 
@@ -81,162 +82,179 @@ def gain_and_snr(q: jax.Array, b: jax.Array) -> dict[str, jax.Array]:
 def gain_against_reference(q: jax.Array, expected: jax.Array) -> dict[str, jax.Array]:
     """Returns the slope of q against the recipe's result r, and the standard deviation that rounding gives it.
 
-    Errors of elements are relative, with the standard deviation of two roundings to bfloat16 or that of q - gain r if
-    it is larger. They need not be independent within a row or within a column (equal tokens, a code that differs): what
-    counts as independent are rows or columns, weighted by their power, whichever are fewer.
+    The error of an element is relative to it. Its standard deviation is that of two roundings to bfloat16, or that of q
+    - gain r if it is larger. Errors need not be independent within a row or a column (equal tokens, a differing code).
+    The number of independent samples is therefore that of rows or of columns, weighted by their power, whichever is
+    smaller.
     """
     scale = jnp.maximum(jnp.max(jnp.abs(expected)), jnp.float32(TINY))
     q, r = q.astype(jnp.float32) / scale, expected / scale
     power = jnp.maximum(jnp.sum(r * r), jnp.float32(TINY))
     gain = 1 + jnp.sum((q - r) * r) / power
     noise = jnp.maximum(BFLOAT16_ROUNDING, jnp.sqrt(jnp.sum((q - gain * r) ** 2) / power))
-    fewest = functools.reduce(jnp.maximum, [jnp.linalg.norm(jnp.sum(r * r, axis)) / power for axis in (0, 1)])
-    return {"reference_gain": gain, "reference_gain_sd": noise * fewest}
+    inverse_sqrt_samples = functools.reduce(
+        jnp.maximum, [jnp.linalg.norm(jnp.sum(r * r, axis)) / power for axis in (0, 1)]
+    )
+    return {"reference_gain": gain, "reference_gain_sd": noise * inverse_sqrt_samples}
 
 
 def run_linear_gemms(
-    given: LinearCapture, *, backend: str, partitioned_by_xla: bool = False
+    capture: LinearCapture, *, backend: str, partitioned_by_xla: bool = False
 ) -> tuple[dict[str, Operand], dict[str, jax.Array]]:
-    """(the operands, by role; y, dx and dw, as matrices) of a linear, by the passes and the GEMMs of the run."""
-    recipe, dtype = given.recipe, given.x.dtype
-    dy = as_token_blocks(given.dy.astype(dtype), (recipe,))
+    """Run the quantize passes and GEMMs of the run for one linear. Returns (operands by role; y, dx and dw as matrices
+    by GEMM)."""
+    recipe, dtype = capture.recipe, capture.x.dtype
+    dy = as_token_blocks(capture.dy.astype(dtype), (recipe,))
 
-    def measured(x: jax.Array, linears: tuple[QuantizedLinear, ...]) -> tuple[dict[str, Operand], dict[str, jax.Array]]:
-        ahead, back = linears[0], linears[0].to_residuals().rematerialize(depends_on=dy)
-        row, kept = ahead.quantize(x, "fprop_x", "wgrad_x", kept=("wgrad_x",))
-        dy_row, dy_column = back.quantize(dy, "dgrad_dy", "wgrad_dy")
-        made = {
-            "fprop_x": row, "fprop_w": weight_operand(ahead.weight, "fprop_w", passes=ahead.passes),
-            "dgrad_dy": dy_row, "dgrad_w": weight_operand(back.weight, "dgrad_w", passes=back.passes),
-            "wgrad_x": back.operand_from_residual(kept, "wgrad_x"), "wgrad_dy": dy_column,
+    def run_gemms(
+        x: jax.Array, linears: tuple[QuantizedLinear, ...]
+    ) -> tuple[dict[str, Operand], dict[str, jax.Array]]:
+        forward, backward = linears[0], linears[0].to_residuals().rematerialize(depends_on=dy)
+        x_rowwise, x_residual = forward.quantize(x, "fprop_x", "wgrad_x", kept=("wgrad_x",))
+        dy_rowwise, dy_columnwise = backward.quantize(dy, "dgrad_dy", "wgrad_dy")
+        operands = {
+            "fprop_x": x_rowwise, "fprop_w": weight_operand(forward.weight, "fprop_w", passes=forward.passes),
+            "dgrad_dy": dy_rowwise, "dgrad_w": weight_operand(backward.weight, "dgrad_w", passes=backward.passes),
+            "wgrad_x": backward.operand_from_residual(x_residual, "wgrad_x"), "wgrad_dy": dy_columnwise,
         }  # fmt: skip
-        if isinstance(row, TwoTermOperand):
-            made |= {"fprop_x": row.first, reference_operands.REMAINDER_ROLE: row.remainder}
-        pair = made["wgrad_x"], dy_column
-        dw = back.weight_gradient(back.wgrad(*pair), *pair).weight.master
-        return made, {
-            "fprop": as_matrix(ahead.fprop(row, dtype)),
-            "dgrad": as_matrix(back.dgrad(dy_row, dtype)),
+        if isinstance(x_rowwise, TwoTermOperand):
+            operands |= {"fprop_x": x_rowwise.first, reference_operands.REMAINDER_ROLE: x_rowwise.remainder}
+        wgrad_operands = operands["wgrad_x"], dy_columnwise
+        dw = backward.weight_gradient(backward.wgrad(*wgrad_operands), *wgrad_operands).weight.master
+        return operands, {
+            "fprop": as_matrix(forward.fprop(x_rowwise, dtype)),
+            "dgrad": as_matrix(backward.dgrad(dy_rowwise, dtype)),
             "wgrad": dw,
         }
 
     execution = ExecutionConfig(backend, partitioned_by_xla=partitioned_by_xla)
     return apply_with_linears(
-        measured, (given.x,), (given.weight,), (given.key,), recipes=(recipe,), execution=execution
+        run_gemms, (capture.x,), (capture.weight,), (capture.key,), recipes=(recipe,), execution=execution
     )
 
 
-def reference_weight_operands(given: LinearCapture) -> dict[str, Operand]:
-    """The weight's operands as the definition in `ops` makes them, before they are packed: the block-dequantized
-    array must equal its codes. Nothing of a weight that was quantized before, or of one in bf16."""
-    policies = {role: getattr(given.recipe, role) for role in WEIGHT_ROLES}
+def reference_weight_operands(capture: LinearCapture) -> dict[str, Operand]:
+    """Returns the weight operands that the reference passes in `ops` compute before packing: the block-dequantized
+    array must equal the packed codes. Empty for a QWeight; without the roles that are not quantized or are requantized.
+    """
+    policies = {role: getattr(capture.recipe, role) for role in WEIGHT_ROLES}
     roles = [
         role for role, policy in policies.items() if policy.format.quantized and policy.source != "requantize_forward"
     ]
-    if isinstance(given.weight, QWeight):
+    if isinstance(capture.weight, QWeight):
         return {}
-    asked = [operand_spec(given.recipe, role, given.key) for role in roles]
+    specs = [operand_spec(capture.recipe, role, capture.key) for role in roles]
     axes = [ROLE_TENSOR_AXIS[role][1] for role in roles]
-    made = XLA_PASSES.quantize(
-        given.w, [dataclasses.replace(a, axis=axis) for a, axis in zip(asked, axes, strict=True)]
+    operands = XLA_PASSES.quantize(
+        capture.w, [dataclasses.replace(spec, axis=axis) for spec, axis in zip(specs, axes, strict=True)]
     )
-    return dict(zip(roles, made, strict=True))
+    return dict(zip(roles, operands, strict=True))
 
 
-def mismatch_fraction(found: Operand, right: reference_operands.ReferenceOperand) -> jax.Array:
-    """The share of an operand's numbers that are not the definition's; all of them under another tensor scale."""
-    share = jnp.mean((as_matrix(found.values()).astype(jnp.float32) != right.values).astype(jnp.float32))
-    factor = jnp.float32(1) if found.decode_scale is None else found.decode_scale
-    return jnp.where(jnp.all(factor.reshape(-1) == right.decode_scale.reshape(-1)), share, 1.0)
+def mismatch_fraction(operand: Operand, reference: reference_operands.ReferenceOperand) -> jax.Array:
+    """Returns the fraction of an operand's elements that differ from the reference, 1 if its decode scale differs."""
+    fraction = jnp.mean((as_matrix(operand.values()).astype(jnp.float32) != reference.values).astype(jnp.float32))
+    decode_scale = jnp.float32(1) if operand.decode_scale is None else operand.decode_scale
+    return jnp.where(jnp.all(decode_scale.reshape(-1) == reference.decode_scale.reshape(-1)), fraction, 1.0)
 
 
 def judge_linear(
-    given: LinearCapture, *, backend: str, partitioned_by_xla: bool = False
+    capture: LinearCapture, *, backend: str, partitioned_by_xla: bool = False
 ) -> dict[str, dict[str, jax.Array]]:
-    """Returns GEMM -> the numbers of `gain_and_snr` against bf16, those that the recipe gives (`recipe_gain`,
-    `recipe_snr_db`), and `error` and `wrong`.
-    """
-    if given.tiles is None:
-        made = run_linear_gemms(given, backend=backend, partitioned_by_xla=partitioned_by_xla)
-        return _judged(given, *made, reference_weight_operands(given))
-    found, results = run_expert_gemms(given, backend=backend)
+    """Returns GEMM -> the statistics of `gain_and_snr` against bf16, gain and SNR of the recipe itself (`recipe_gain`,
+    `recipe_snr_db`), and `error` and `wrong`. With experts, `error` and `wrong` are the maximum over all experts, the
+    others the mean over experts with rows."""
+    if capture.tiles is None:
+        outputs = run_linear_gemms(capture, backend=backend, partitioned_by_xla=partitioned_by_xla)
+        return _judge(capture, *outputs, reference_weight_operands(capture))
+    grouped, results = run_expert_gemms(capture, backend=backend)
     operands = {
-        role: (made.values(role, getattr(given.recipe, role)), made.decode_scale) for role, made in found.items()
+        role: (operand.values(role, getattr(capture.recipe, role)), operand.decode_scale)
+        for role, operand in grouped.items()
     }
-    numbers = jax.lax.map(lambda expert: _judged_expert(given, operands, results, expert), jnp.arange(given.w.shape[0]))
-    some = given.tiles.counts > 0
+    stats = jax.lax.map(
+        lambda expert: _judge_expert(capture, operands, results, expert), jnp.arange(capture.w.shape[0])
+    )
+    has_rows = capture.tiles.counts > 0
 
-    def over_experts(name: str, each: jax.Array) -> jax.Array:
-        """The worst of all, or the mean of those that have rows."""
-        worst = name in ("error", "wrong")
-        return jnp.max(each) if worst else jnp.mean(each, where=some)
+    def over_experts(name: str, values: jax.Array) -> jax.Array:
+        is_worst_case = name in ("error", "wrong")
+        return jnp.max(values) if is_worst_case else jnp.mean(values, where=has_rows)
 
-    return {gemm: {name: over_experts(name, each) for name, each in told.items()} for gemm, told in numbers.items()}
-
-
-def run_expert_gemms(given: LinearCapture, *, backend: str) -> tuple[dict[str, GroupedOperand], dict[str, jax.Array]]:
-    """Runs `run_linear_gemms` for all experts."""
-    assert given.tiles is not None
-    tiles, dtype = dataclasses.replace(given.tiles, backend=backend), given.x.dtype
-    how: dict[str, Any] = {"recipe": given.recipe, "key": given.key, "amax": given.amax}
-    made = grouped_operands(given.x, given.w, given.dy.astype(dtype), tiles, **how)
-    return made, {
-        "fprop": grouped_fprop(made["fprop_x"], made["fprop_w"], tiles, dtype),
-        "dgrad": grouped_dgrad(made["dgrad_dy"], made["dgrad_w"], tiles, dtype),
-        "wgrad": grouped_wgrad(made["wgrad_x"], made["wgrad_dy"], tiles, given.w.dtype),
+    return {
+        gemm: {name: over_experts(name, values) for name, values in by_name.items()} for gemm, by_name in stats.items()
     }
 
 
-def _judged_expert(
-    given: LinearCapture, found: dict[str, tuple[jax.Array, jax.Array | None]], results: dict[str, jax.Array],
+def run_expert_gemms(capture: LinearCapture, *, backend: str) -> tuple[dict[str, GroupedOperand], dict[str, jax.Array]]:
+    """Run the quantize passes and grouped GEMMs of all experts. Returns as `run_linear_gemms`."""
+    assert capture.tiles is not None
+    tiles, dtype = dataclasses.replace(capture.tiles, backend=backend), capture.x.dtype
+    options: dict[str, Any] = {"recipe": capture.recipe, "key": capture.key, "amax": capture.amax}
+    operands = grouped_operands(capture.x, capture.w, capture.dy.astype(dtype), tiles, **options)
+    return operands, {
+        "fprop": grouped_fprop(operands["fprop_x"], operands["fprop_w"], tiles, dtype),
+        "dgrad": grouped_dgrad(operands["dgrad_dy"], operands["dgrad_w"], tiles, dtype),
+        "wgrad": grouped_wgrad(operands["wgrad_x"], operands["wgrad_dy"], tiles, capture.w.dtype),
+    }
+
+
+def _judge_expert(
+    capture: LinearCapture, operands: dict[str, tuple[jax.Array, jax.Array | None]], results: dict[str, jax.Array],
     expert: jax.Array,
 ) -> dict[str, dict[str, jax.Array]]:  # fmt: skip
-    """One expert of them beside its own definition; its rows are filled up to whole tiles. `found`: the numbers and
-    factors of each operand."""
-    assert given.tiles is not None
-    tile, count = given.tiles.tile, given.tiles.counts[expert]
+    """Returns the statistics of one expert against its own reference; its rows are padded to whole tiles. `operands`:
+    role -> (values, decode scales) of all experts."""
+    assert capture.tiles is not None
+    tile, count = capture.tiles.tile, capture.tiles.counts[expert]
 
-    def own(array: jax.Array) -> jax.Array:
-        return array[expert] if array.ndim == 3 else given.expert_rows(array, expert, -(-count // tile) * tile)
+    def of_expert(array: jax.Array) -> jax.Array:
+        return array[expert] if array.ndim == 3 else capture.expert_rows(array, expert, -(-count // tile) * tile)
 
     def operand(role: str) -> BlockDequantized:
-        values, factor = found[role]
-        return BlockDequantized(own(values), None if factor is None else factor[expert], getattr(given.recipe, role))
+        values, decode_scales = operands[role]
+        return BlockDequantized(
+            of_expert(values), None if decode_scales is None else decode_scales[expert], getattr(capture.recipe, role)
+        )
 
-    mine = {name: own(result) for name, result in results.items()}
-    return _judged(given.for_expert(expert), {role: operand(role) for role in found}, mine, {}, rows=count)
-
-
-def _judged(
-    given: LinearCapture, found: Mapping[str, Operand], results: Mapping[str, jax.Array],
-    also: Mapping[str, Operand], *, rows: jax.Array | None = None,
-) -> dict[str, dict[str, jax.Array]]:  # fmt: skip
-    """`judge_linear` of given operands and results; `also` are further operands, `rows` those that are not zeros."""
-    right, plain = (
-        reference_operands.compute_reference_operands(given),
-        reference_operands.compute_reference_operands(dataclasses.replace(given, recipe=BF16_RECIPE)),
+    expert_results = {name: of_expert(result) for name, result in results.items()}
+    return _judge(
+        capture.for_expert(expert), {role: operand(role) for role in operands}, expert_results, {}, rows=count
     )
-    wrong = {role: mismatch_fraction(found[role], right[role]) for role in right}
-    for role, made in also.items():
-        wrong[role] = jnp.maximum(wrong[role], mismatch_fraction(made, right[role]))
-    told = {}
+
+
+def _judge(
+    capture: LinearCapture, operands: Mapping[str, Operand], results: Mapping[str, jax.Array],
+    extra_operands: Mapping[str, Operand], *, rows: jax.Array | None = None,
+) -> dict[str, dict[str, jax.Array]]:  # fmt: skip
+    """Returns `judge_linear` of operands and results. `extra_operands` must match the reference as well; `rows` is the
+    number of rows that are not padding."""
+    reference, plain = (
+        reference_operands.compute_reference_operands(capture),
+        reference_operands.compute_reference_operands(dataclasses.replace(capture, recipe=BF16_RECIPE)),
+    )
+    wrong = {role: mismatch_fraction(operands[role], reference[role]) for role in reference}
+    for role, operand in extra_operands.items():
+        wrong[role] = jnp.maximum(wrong[role], mismatch_fraction(operand, reference[role]))
+    stats = {}
     for gemm, q in results.items():
-        expected, b = (
-            reference_operands.reference_result(gemm, right),
+        expected, bf16_result = (
+            reference_operands.reference_result(gemm, reference),
             reference_operands.reference_result(gemm, plain).values,
         )
-        by_recipe = gain_and_snr(expected.values, b)
-        same = {"recipe_gain": by_recipe["gain"], "recipe_snr_db": by_recipe["snr_db"]}
+        by_recipe = gain_and_snr(expected.values, bf16_result)
+        recipe_stats = {"recipe_gain": by_recipe["gain"], "recipe_snr_db": by_recipe["snr_db"]}
         error = jnp.max(_absolute_error(q, expected) / jnp.maximum(expected.tolerance, 1e-37))
-        roles = [part for role in GEMM_ROLES[gemm] for part in reference_operands.operand_terms(role, right)]
-        worse = functools.reduce(jnp.maximum, [wrong[role] for role in roles])
-        told[gemm] = gain_and_snr(q, b) | same | gain_against_reference(q, expected.values)
-        told[gemm] |= {"error": error, "wrong": worse}
+        roles = [term for role in GEMM_ROLES[gemm] for term in reference_operands.operand_terms(role, reference)]
+        max_wrong = functools.reduce(jnp.maximum, [wrong[role] for role in roles])
+        stats[gemm] = gain_and_snr(q, bf16_result) | recipe_stats | gain_against_reference(q, expected.values)
+        stats[gemm] |= {"error": error, "wrong": max_wrong}
         if gemm == "wgrad":
-            error, none = _accumulation_path_error(_absolute_error(given.dw, expected), right, rows), jnp.float32(0)
-            told[WEIGHT_GRADIENT] = gain_and_snr(given.dw, b) | same | {"error": error, "wrong": none}
-            told[WEIGHT_GRADIENT] |= gain_against_reference(given.dw, expected.values)
-    return told
+            error = _accumulation_path_error(_absolute_error(capture.dw, expected), reference, rows)
+            dw_stats = gain_and_snr(capture.dw, bf16_result)
+            stats[WEIGHT_GRADIENT] = dw_stats | recipe_stats | {"error": error, "wrong": jnp.float32(0)}
+            stats[WEIGHT_GRADIENT] |= gain_against_reference(capture.dw, expected.values)
+    return stats
 
 
 def _absolute_error(q: jax.Array, expected: reference_operands.ReferenceResult) -> jax.Array:
@@ -244,59 +262,65 @@ def _absolute_error(q: jax.Array, expected: reference_operands.ReferenceResult) 
 
 
 def _accumulation_path_error(
-    away: jax.Array, right: dict[str, reference_operands.ReferenceOperand], rows: jax.Array | None
+    deviation: jax.Array, reference: dict[str, reference_operands.ReferenceOperand], rows: jax.Array | None
 ) -> jax.Array:
-    x, dy = (right[role] for role in GEMM_ROLES["wgrad"])
-    many = jnp.float32(x.values.shape[0]) if rows is None else jnp.maximum(rows, 1).astype(jnp.float32)
-    whole = [jnp.sqrt(jnp.sum((reference_operands.l2_norm(t.values, 0) * t.decode_scale) ** 2)) for t in (x, dy)]
-    size = jnp.maximum(whole[0] * whole[1] / jnp.sqrt(many), 1e-37)
-    return jnp.sqrt(jnp.sum((away / size) ** 2)) / PATH_ERROR
+    """Returns the norm of `deviation` from the reference dw over PATH_ERROR times the norm that the product of
+    unrelated x and dy would have."""
+    x, dy = (reference[role] for role in GEMM_ROLES["wgrad"])
+    num_rows = jnp.float32(x.values.shape[0]) if rows is None else jnp.maximum(rows, 1).astype(jnp.float32)
+    norms = [jnp.sqrt(jnp.sum((reference_operands.l2_norm(t.values, 0) * t.decode_scale) ** 2)) for t in (x, dy)]
+    expected_norm = jnp.maximum(norms[0] * norms[1] / jnp.sqrt(num_rows), 1e-37)
+    return jnp.sqrt(jnp.sum((deviation / expected_norm) ** 2)) / PATH_ERROR
 
 
 def tensor_stats(
     x: jax.Array, policy: OperandPolicy, axis: int, count: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-    """Range of x, and what a policy makes of it, rounded to nearest: shares that round to zero and that saturate, how
-    often each block-scale code is used, and signal over rounding noise in decibels. All but `count` numbers of x are
-    zeros that fill whole blocks, and do not count."""
-    wide = x.astype(jnp.float32)
-    many = jnp.float32(x.size) if count is None else count.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(wide))
+    """Returns the statistics of x, and of x under a policy with rounding to nearest even: the fractions that round to
+    zero and that saturate, how often each block-scale code is used, and the SNR in decibels. Elements beyond the first
+    `count` are zeros that fill whole blocks and are not counted."""
+    x_float32 = x.astype(jnp.float32)
+    num_elements = jnp.float32(x.size) if count is None else count.astype(jnp.float32)
+    amax = jnp.max(jnp.abs(x_float32))
     scale = jnp.maximum(amax, jnp.float32(TINY))
-    found = {"amax": amax, "crest": 1 / jnp.maximum(jnp.sqrt(jnp.sum((wide / scale) ** 2) / many), TINY)}
+    stats = {"amax": amax, "crest": 1 / jnp.maximum(jnp.sqrt(jnp.sum((x_float32 / scale) ** 2) / num_elements), TINY)}
     if policy.format.element is None:
-        return found
-    seen = hadamard_transform(x, axis=axis, points=policy.hadamard_size) if policy.hadamard else x
+        return stats
+    source = hadamard_transform(x, axis=axis, points=policy.hadamard_size) if policy.hadamard else x
     key = jax.random.key(0) if policy.format.scale.stochastic else None
-    made = quantize(seen, policy.format, block=policy.block, axis=axis, key=key)
-    near, whole = made.dequantize(), seen.astype(jnp.float32)
-    top = jnp.abs(decode(policy.format.element, made.codes)) >= policy.format.element.max
-    lost = {"zeros": (near == 0) & (whole != 0), "saturated": top & (jnp.abs(whole) > jnp.abs(near))}
-    found |= {name: jnp.sum(these.astype(jnp.float32)) / many for name, these in lost.items()}
-    if made.scales is not None:
-        codes = jnp.bincount(jax.lax.bitcast_convert_type(made.scales, jnp.uint8).reshape(-1), length=CODES)
-        unused = 0 if count is None else (x.size - count) // (x.size // made.scales.size)
-        found["scale_codes"] = codes.at[0].add(-unused)
-    scale = jnp.maximum(jnp.max(jnp.abs(whole)), jnp.float32(TINY))
-    power, noise = (jnp.sum((t / scale) ** 2) for t in (whole, near - whole))
-    return found | {"snr": 10 * jnp.log10(jnp.maximum(power, TINY) / jnp.maximum(noise, TINY * 1e-6))}
+    quantized = quantize(source, policy.format, block=policy.block, axis=axis, key=key)
+    dequantized, exact = quantized.dequantize(), source.astype(jnp.float32)
+    is_max_code = jnp.abs(decode(policy.format.element, quantized.codes)) >= policy.format.element.max
+    masks = {
+        "zeros": (dequantized == 0) & (exact != 0),
+        "saturated": is_max_code & (jnp.abs(exact) > jnp.abs(dequantized)),
+    }
+    stats |= {name: jnp.sum(mask.astype(jnp.float32)) / num_elements for name, mask in masks.items()}
+    if quantized.scales is not None:
+        codes = jnp.bincount(jax.lax.bitcast_convert_type(quantized.scales, jnp.uint8).reshape(-1), length=CODES)
+        num_padding_blocks = 0 if count is None else (x.size - count) // (x.size // quantized.scales.size)
+        stats["scale_codes"] = codes.at[0].add(-num_padding_blocks)
+    scale = jnp.maximum(jnp.max(jnp.abs(exact)), jnp.float32(TINY))
+    power, noise = (jnp.sum((t / scale) ** 2) for t in (exact, dequantized - exact))
+    return stats | {"snr": 10 * jnp.log10(jnp.maximum(power, TINY) / jnp.maximum(noise, TINY * 1e-6))}
 
 
 @jax.jit
-def operand_stats_of_linear(given: LinearCapture) -> dict[str, Any]:
-    """What is cheap to know of a linear: its operands under their own policies alone."""
-    found: dict[str, Any] = {}
+def operand_stats_of_linear(capture: LinearCapture) -> dict[str, Any]:
+    """Returns the statistics of a linear's operands under their own policies only, without the comparison of
+    formats."""
+    stats_by_role: dict[str, Any] = {}
     for role, (name, axis) in ROLE_TENSOR_AXIS.items():
-        policy: OperandPolicy = getattr(given.recipe, role)
+        policy: OperandPolicy = getattr(capture.recipe, role)
         if policy.format.quantized:
-            told = tensor_stats(as_matrix(getattr(given, name)).astype(jnp.bfloat16), policy, axis)
-            found[role] = told | {"snr": {"own": told["snr"]}}
-    return found
+            stats = tensor_stats(as_matrix(getattr(capture, name)).astype(jnp.bfloat16), policy, axis)
+            stats_by_role[role] = stats | {"snr": {"own": stats["snr"]}}
+    return stats_by_role
 
 
 def blocks_as_rows(x: jax.Array, policy: OperandPolicy, axis: int) -> jax.Array | None:
-    """The numbers of a matrix with each block in a row (a tile in 16 rows), and rows of zeros up to one of a few sizes;
-    None if it does not fall into this policy's blocks."""
+    """Returns the elements of a matrix with whole blocks in a row (a tile in 16 rows), padded with zero rows to one of
+    a few sizes. Returns None if the matrix does not divide into the policy's blocks."""
     if policy.block == "2d":
         if any(side % TILE_ROWS for side in x.shape):
             return None
@@ -319,35 +343,40 @@ def _rounding_outcomes(
     return [tensor_stats(rows, policy, -1, count) for policy in policies]
 
 
-def operand_stats(given: LinearCapture, role: str) -> dict[str, Any]:
-    """One operand: its range, its fate under its own policy, and its signal-to-noise ratio in every format."""
-    (name, axis), own = ROLE_TENSOR_AXIS[role], getattr(given.recipe, role)
-    x = as_matrix(getattr(given, name)).astype(jnp.bfloat16)
-    tried = POLICIES_COMPARED | ({"nvfp4 2d": NVFP4_2D} if name == "w" else {})
-    plain = OperandPolicy(own.format, own.block, hadamard=own.hadamard, hadamard_size=own.hadamard_size)
-    if own.format.quantized and plain not in tried.values():
-        tried = tried | {"own": plain}
-    laid = {way: blocks_as_rows(x, policy, axis) for way, policy in tried.items()}
-    found: dict[str, Any] = {}
+def operand_stats(capture: LinearCapture, role: str) -> dict[str, Any]:
+    """Returns the statistics of one operand under its own policy, and its SNR in every compared format."""
+    (name, axis), own_policy = ROLE_TENSOR_AXIS[role], getattr(capture.recipe, role)
+    x = as_matrix(getattr(capture, name)).astype(jnp.bfloat16)
+    policies = POLICIES_COMPARED | ({"nvfp4 2d": NVFP4_2D} if name == "w" else {})
+    plain = OperandPolicy(
+        own_policy.format, own_policy.block, hadamard=own_policy.hadamard, hadamard_size=own_policy.hadamard_size
+    )
+    if own_policy.format.quantized and plain not in policies.values():
+        policies = policies | {"own": plain}
+    rows = {label: blocks_as_rows(x, policy, axis) for label, policy in policies.items()}
+    stats: dict[str, Any] = {}
     for block in ("1d", "2d"):
-        group = [w for w, p in tried.items() if p.block == block and laid[w] is not None]
+        group = [label for label, p in policies.items() if p.block == block and rows[label] is not None]
         if group:
-            told = _rounding_outcomes(laid[group[0]], tuple(tried[w] for w in group), jnp.int32(x.size))
-            found |= dict(zip(group, jax.device_get(told), strict=True))
-    gradient = "fp8 e5m2" if name == "dy" else "fp8"
-    snr = {way: found[way]["snr"] if way in found else math.nan for way in tried if not way.startswith("fp8")}
-    snr["fp8"] = found[gradient]["snr"]
-    fate = {p: w for w, p in tried.items()}.get(plain) if own.format.quantized else None
-    if fate is None:
-        return {field: found[gradient][field] for field in ("amax", "crest")} | {"snr": snr}
-    return {**found[fate], "snr": snr | {"own": found[fate]["snr"]}}
+            outcomes = _rounding_outcomes(rows[group[0]], tuple(policies[label] for label in group), jnp.int32(x.size))
+            stats |= dict(zip(group, jax.device_get(outcomes), strict=True))
+    fp8_label = "fp8 e5m2" if name == "dy" else "fp8"
+    snr = {
+        label: stats[label]["snr"] if label in stats else math.nan for label in policies if not label.startswith("fp8")
+    }
+    snr["fp8"] = stats[fp8_label]["snr"]
+    own_label = {p: label for label, p in policies.items()}.get(plain) if own_policy.format.quantized else None
+    if own_label is None:
+        return {field: stats[fp8_label][field] for field in ("amax", "crest")} | {"snr": snr}
+    return {**stats[own_label], "snr": snr | {"own": stats[own_label]["snr"]}}
 
 
 @functools.partial(jax.jit, static_argnames="backend")
-def gemm_error_stats(given: LinearCapture, *, backend: str) -> dict[str, Any]:
-    """GEMM -> how far its result is from bf16."""
-    _, results = run_linear_gemms(given, backend=backend)
-    plain = reference_operands.compute_reference_operands(dataclasses.replace(given, recipe=BF16_RECIPE))
+def gemm_error_stats(capture: LinearCapture, *, backend: str) -> dict[str, Any]:
+    """Returns GEMM -> `gain_and_snr` of its result against bf16."""
+    _, results = run_linear_gemms(capture, backend=backend)
+    bf16_operands = reference_operands.compute_reference_operands(dataclasses.replace(capture, recipe=BF16_RECIPE))
     return {
-        gemm: gain_and_snr(q, reference_operands.reference_result(gemm, plain).values) for gemm, q in results.items()
+        gemm: gain_and_snr(q, reference_operands.reference_result(gemm, bf16_operands).values)
+        for gemm, q in results.items()
     }

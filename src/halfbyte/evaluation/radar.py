@@ -1,7 +1,7 @@
 """Radar of numerical faults: every K steps, compare each quantized GEMM of a run with its recipe.
 
-It uses the run's own weights and part of its batch, and costs a few forward and backward passes over it. An alarm is
-an operand or result that differs from the recipe on these tensors (`gemm_accuracy`), a result that is not finite,
+It uses the run's own weights and part of its batch, and costs a few forward and backward passes over that part. An
+alarm is an operand or result that differs from the recipe on these tensors (`gemm_accuracy`), a non-finite result,
 results whose mean gain against the recipe is not 1 (`mean_gain_alarm`), or two random streams that share bits
 (`RandomBitsCheck`).
 """
@@ -28,35 +28,35 @@ from halfbyte.train import append_row, train_step
 from halfbyte.train.train_config import TrainConfig
 from halfbyte.train.train_state import StepSnapshot, TrainState
 
-STREAM_SHAPE = (64, 64)  # bytes drawn from each random stream
-EXPERTS_COMPARED = 2  # experts of a layer whose streams are drawn: all derive theirs alike
-FALSE_ALARM_RATE = 1e-6  # per look of a healthy run, of the bits and of the mean gains
-GAIN_TOLERANCE = 2.0**-10  # of a mean gain: an eighth of an ulp of bfloat16, for units whose accumulators truncate
+STREAM_SHAPE = (64, 64)  # bytes drawn per random stream
+EXPERTS_COMPARED = 2  # experts per layer whose streams are drawn: all experts derive theirs alike
+FALSE_ALARM_RATE = 1e-6  # per probe of a healthy run, for the random bits and for the mean gains
+GAIN_TOLERANCE = 2.0**-10  # of a mean gain: an eighth of a bfloat16 ulp, for accumulators that truncate
 RADAR_FILE = "radar.jsonl"
-MAX_RADAR_TOKENS = 2048  # of the batch that are looked at, where one device holds it all
-TOKEN_BLOCK_SIZE = 32  # tokens: the largest that a format has
-MAX_LISTED_ALARMS = 4  # alarms in a line
+MAX_RADAR_TOKENS = 2048  # of the batch that are probed on a single device
+TOKEN_BLOCK_SIZE = 32  # tokens: the maximum block size of any format
+MAX_LISTED_ALARMS = 4  # per log line
 
 
 class RandomBitsCheck:
-    """Check that no two random streams of a model draw the same bits. Compiled once per model and policy.
+    """Check that no two random streams of a model share bits. Compiled once per model and policy.
 
-    Two streams that share bits are each unbiased, so no gain shows it, but their errors add up. A stream is what an
-    operand of a linear rounds with, or the Hadamard signs of a GEMM. Of n bytes each, the correlation of two unrelated
-    streams is normal with standard deviation 1 / sqrt(n); equal bits give 1.
+    Two streams that share bits are each unbiased, so no gain reveals it, but their errors add up. A stream supplies the
+    stochastic rounding of one operand of a linear, or the random Hadamard signs of a GEMM. The correlation of n bytes
+    of two unrelated streams is normal with standard deviation 1 / sqrt(n); shared bits give 1.
     """
 
     def __init__(self, cfg: LlamaConfig, ctx: ModelContext):
         self._draw = jax.jit(functools.partial(draw_streams, cfg, ctx))
 
     def run(self, steps: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Returns the largest correlation between two streams and their names, of the keys of `steps` by name. `alarm`:
-        it exceeds `limit`, which unrelated streams do in FALSE_ALARM_RATE of looks."""
+        """Returns the maximum correlation between two streams and their names, for the keys of `steps` (name -> key).
+        `alarm`: it exceeds `limit`, which unrelated streams do in FALSE_ALARM_RATE of probes."""
         names, rows = [], []
         for step, key in steps.items():
-            for (first, site, stream), drawn in jax.device_get(self._draw(key)).items():
-                names += [f"{step} layer {first + index} {site} {stream}" for index in range(len(drawn))]
-                rows.append(drawn.reshape(len(drawn), -1) - np.float32(127.5))
+            for (first_layer, site, stream), drawn in jax.device_get(self._draw(key)).items():
+                names += [f"{step} layer {first_layer + index} {site} {stream}" for index in range(len(drawn))]
+                rows.append(drawn.reshape(len(drawn), -1) - np.float32(127.5))  # the mean of a random byte
         if len(names) < 2:
             return {"pairs": 0, "largest": None, "limit": None, "alarm": False, "between": []}
         streams = np.concatenate(rows)
@@ -64,19 +64,19 @@ class RandomBitsCheck:
         correlation = np.abs(streams @ streams.T)
         np.fill_diagonal(correlation, 0.0)
         a, b = np.unravel_index(int(correlation.argmax()), correlation.shape)
-        largest, pairs = float(correlation[a, b]), len(names) * (len(names) - 1) // 2
+        max_correlation, pairs = float(correlation[a, b]), len(names) * (len(names) - 1) // 2
         limit = _normal_bound(FALSE_ALARM_RATE / pairs) / math.sqrt(math.prod(STREAM_SHAPE))
         return {
             "pairs": pairs,
-            "largest": largest,
+            "largest": max_correlation,
             "limit": limit,
-            "alarm": largest > limit,
+            "alarm": max_correlation > limit,
             "between": [names[int(a)], names[int(b)]],
         }
 
 
 class RadarProbe:
-    """One probe, compiled for a policy."""
+    """The programs of a probe, compiled for one policy."""
 
     def __init__(self, config: TrainConfig, resolved: ResolvedPolicy, mesh: Any):
         self.context = context = replay_context(config, resolved, mesh)
@@ -88,20 +88,21 @@ class RadarProbe:
         self._bits = RandomBitsCheck(config.model, context)
 
     def gemms(self, params: Any, batch: Any, key: jax.Array) -> list[dict[str, Any]]:
-        """One entry a GEMM: layer, site, gemm, recipe, and the numbers of `judge_linear`."""
+        """Returns one entry per GEMM: layer, site, gemm, recipe, and the statistics of `judge_linear`."""
         rows = batch if self.whole_batch else subsample_batch(batch)
-        found = []
+        entries = []
         for layer, linears in self._replay.layers(params, rows, key):
-            for given in linears:
-                if given.recipe.quantized:  # linears of one shape and recipe share a program
-                    numbers = jax.device_get(self._judge(dataclasses.replace(given, site="")))
-                    place = {"layer": layer, "site": given.site, "recipe": given.recipe.name}
-                    found += [{**place, "gemm": g, **{k: float(v) for k, v in n.items()}} for g, n in numbers.items()]
+            for capture in linears:
+                if capture.recipe.quantized:
+                    # `site` is a static field: with an empty one, linears of the same shape and recipe share a program.
+                    stats = jax.device_get(self._judge(dataclasses.replace(capture, site="")))
+                    linear = {"layer": layer, "site": capture.site, "recipe": capture.recipe.name}
+                    entries += [{**linear, "gemm": g, **{k: float(v) for k, v in s.items()}} for g, s in stats.items()]
         order = {"fprop": 0, "dgrad": 1, "wgrad": 2}
-        return sorted(found, key=lambda g: (g["site"], order.get(g["gemm"], 3), g["layer"]))
+        return sorted(entries, key=lambda g: (g["site"], order.get(g["gemm"], 3), g["layer"]))
 
     def bits(self, seed: int, step: int) -> dict[str, Any]:
-        """Compares the random streams of this step, of its second microbatch and of the next step."""
+        """Compare the random streams of this step, of its second microbatch and of the next step."""
         keys = {"step +0": microbatch_key(seed, step), "step +1": microbatch_key(seed, step + 1)}
         if self.accumulates:
             keys["step +0, second microbatch"] = microbatch_key(seed, step, 1)
@@ -109,7 +110,7 @@ class RadarProbe:
 
 
 class JsonlObserver:
-    """An observer of a run that keeps what it sees in a file of rows."""
+    """Observer of a run that appends its results to a JSONL file."""
 
     def __init__(self, every: int, file: Path):
         self.every, self._file = every, file
@@ -120,14 +121,14 @@ class JsonlObserver:
 
 
 class Radar(JsonlObserver):
-    """Writes radar.jsonl, says what it found."""
+    """Observer that probes the GEMMs of a run and writes radar.jsonl."""
 
     def __init__(self, every: int, directory: Path):
         super().__init__(every, directory / RADAR_FILE)
         self._probes: dict[ResolvedPolicy, RadarProbe] = {}
 
     def observe(self, moment: StepSnapshot) -> list[str]:
-        """Probe; a line for the log, and one for each alarm."""
+        """Run a probe. Returns a line for the log, and one per alarm."""
         if not has_quantized_gemms(moment.resolved):
             return []
         probe = self._probes.get(moment.resolved)
@@ -136,9 +137,9 @@ class Radar(JsonlObserver):
         seed, finished = moment.config.rounding_seed, moment.step - 1
         try:
             gemms, alarms = judge_gemms(probe.gemms(moment.params, moment.batch, microbatch_key(seed, finished)))
-        except ValueError as reason:  # a backend that serves the step and not a part of its batch, say
-            self._write({"step": moment.step, "gemms": [], "bits": None, "alarms": [], "not_judged": str(reason)})
-            return [f"radar before step {moment.step}: NOT JUDGED, {reason}"]
+        except ValueError as error:  # e.g. a backend that supports the whole batch, but not part of it
+            self._write({"step": moment.step, "gemms": [], "bits": None, "alarms": [], "not_judged": str(error)})
+            return [f"radar before step {moment.step}: NOT JUDGED, {error}"]
         bits = probe.bits(seed, finished)
         if bits["alarm"]:
             alarms.append(
@@ -149,34 +150,34 @@ class Radar(JsonlObserver):
 
 
 def draw_streams(cfg: LlamaConfig, ctx: ModelContext, key: jax.Array) -> dict[tuple[int, str, str], jax.Array]:
-    """Returns (first layer of its segment, site, stream) -> bytes [layers, *STREAM_SHAPE] of each random stream under a
-    step's key, by the words that the model derives for its linears."""
-    found: dict[tuple[int, str, str], jax.Array] = {}
+    """Returns (first layer of its segment, site, stream) -> uint8 [layers, *STREAM_SHAPE], the bytes of each random
+    stream under a step's key, drawn with the words that the model derives for its linears."""
+    streams: dict[tuple[int, str, str], jax.Array] = {}
     for segment in layer_segments(cfg, ctx):
-        numbers = jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
-        for site, words in stream_words_of_layers(key, segment.recipes, numbers).items():
+        layers = jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
+        for site, words in stream_words_of_layers(key, segment.recipes, layers).items():
             draw = functools.partial(_draw_linear, segment.recipes[f"layers/{site}"], words)
-            drawn = jax.vmap(draw)(jnp.arange(len(numbers), dtype=jnp.int32))
-            found |= {(segment.start, site, stream): made for stream, made in drawn.items()}
-    return found
+            drawn = jax.vmap(draw)(jnp.arange(len(layers), dtype=jnp.int32))
+            streams |= {(segment.start, site, stream): sample for stream, sample in drawn.items()}
+    return streams
 
 
 def _draw_linear(recipe: Recipe, words: Any, index: jax.Array) -> dict[str, jax.Array]:
-    """Returns the bytes of each random stream of the linear of layer `index`, and of its first experts."""
+    """Returns the bytes of each random stream of the linear in layer `index`; with experts, of the first ones."""
     (linear,) = stream_words_of_layer({"": words}, index).values()
     policies = recipe.operands()
     roles = [role for role, policy in policies.items() if policy.uses_random_bits]
     gemms = [gemm for gemm, pair in GEMM_ROLES.items() if any(policies[role].uses_random_signs for role in pair)]
     keys = {"": linear}
     if not isinstance(linear, Mapping):  # experts derive their streams
-        keys = {f"expert {number} ": jax.random.fold_in(linear, number) for number in range(EXPERTS_COMPARED)}
+        keys = {f"expert {expert} ": jax.random.fold_in(linear, expert) for expert in range(EXPERTS_COMPARED)}
     streams = {f"{name}{role}": role_key(key, role) for name, key in keys.items() for role in roles}
     streams |= {f"{name}{gemm} signs": signs_key(key, gemm) for name, key in keys.items() for gemm in gemms}
     return {name: random_bytes(key, STREAM_SHAPE) for name, key in streams.items()}
 
 
 def _normal_bound(rate: float) -> float:
-    """Returns what a standard normal exceeds on either side with probability `rate`."""
+    """Returns the bound that the absolute value of a standard normal variable exceeds with probability `rate`."""
     return -NormalDist().inv_cdf(rate / 2)
 
 
@@ -185,43 +186,45 @@ def has_quantized_gemms(resolved: ResolvedPolicy) -> bool:
 
 
 def replay_context(config: TrainConfig, resolved: ResolvedPolicy, mesh: Any) -> ModelContext:
-    """The step's context for a replay: layers in a loop, nothing recomputed, no mesh of one device."""
+    """Returns the step's context for a replay: layers in a loop, no rematerialization, and no mesh if it has one
+    device."""
     context = train_step.make_model_context(config, resolved, mesh, None)
-    one = mesh is None or mesh.size == 1
-    return dataclasses.replace(context, mesh=None if one else mesh, remat="none", unroll=1)
+    is_single_device = mesh is None or mesh.size == 1
+    return dataclasses.replace(context, mesh=None if is_single_device else mesh, remat="none", unroll=1)
 
 
 def microbatch_key(seed: int, step: int, index: int = 0) -> jax.Array:
-    """Returns the key of microbatch `index` after `step` finished steps, as the train step derives it."""
+    """Returns the key of microbatch `index` of the step after `step` finished ones, as the train step derives it."""
     state = TrainState(jnp.int32(step), None, None, {"scale": jnp.float32(1)}, jnp.uint32(seed), None)
     return train_step.fold_in_microbatch(train_step.step_inputs(state)["key"], index)
 
 
 def subsample_batch(batch: Mapping[str, Any], most: int = MAX_RADAR_TOKENS) -> dict[str, Any]:
-    """The first rows of a batch, or the first tokens of its first row: `most` tokens at most, in whole blocks. All of
-    it, if no part is."""
-    many, length = next(iter(batch.values())).shape
-    whole = [rows for rows in range(1, min(most // length, many) + 1) if rows * length % TOKEN_BLOCK_SIZE == 0]
-    rows = 1 if length > most else max(whole, default=many)
+    """Returns the first rows of a batch, or the first tokens of its first row: at most `most` tokens, in whole blocks.
+    Returns the whole batch if no number of rows has whole blocks."""
+    num_rows, length = next(iter(batch.values())).shape
+    candidates = [rows for rows in range(1, min(most // length, num_rows) + 1) if rows * length % TOKEN_BLOCK_SIZE == 0]
+    rows = 1 if length > most else max(candidates, default=num_rows)
     return {name: value[:rows, :most] for name, value in batch.items()}
 
 
 def judge_gemms(gemms: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """(the GEMMs, each with whether it is not what its recipe gives; alarms as text)."""
-    right = [g["error"] <= 1 and g["wrong"] == 0 and math.isfinite(g["gain"]) for g in gemms]  # NaN passes nothing
-    marked = [{**gemm, "alarm": not held} for gemm, held in zip(gemms, right, strict=True)]
-    kinds = dict.fromkeys(gemm["gemm"] for gemm in marked)
-    found = {kind: [g for g in marked if g["gemm"] == kind] for kind in kinds}
-    alarms = [_alarm(kind, these) for kind, these in found.items() if any(g["alarm"] for g in these)]
-    return marked, alarms + [text for kind in kinds if (text := mean_gain_alarm(kind, found[kind], len(kinds)))]
+    """Returns (the GEMMs, each with `alarm`: it differs from its recipe; the alarms as text)."""
+    correct = [g["error"] <= 1 and g["wrong"] == 0 and math.isfinite(g["gain"]) for g in gemms]  # NaN is an alarm
+    judged = [{**gemm, "alarm": not is_correct} for gemm, is_correct in zip(gemms, correct, strict=True)]
+    kinds = dict.fromkeys(gemm["gemm"] for gemm in judged)
+    by_kind = {kind: [g for g in judged if g["gemm"] == kind] for kind in kinds}
+    alarms = [_alarm(kind, kind_gemms) for kind, kind_gemms in by_kind.items() if any(g["alarm"] for g in kind_gemms)]
+    return judged, alarms + [text for kind in kinds if (text := mean_gain_alarm(kind, by_kind[kind], len(kinds)))]
 
 
 def mean_gain_alarm(kind: str, gemms: Sequence[Mapping[str, Any]], kinds: int = 1) -> str | None:
-    """Returns the alarm if the mean gain of results against the recipe's is not 1; None if it is, and for GEMMs that
-    have an alarm of their own.
+    """Returns the alarm if the mean gain of results against the recipe's is not 1, None if it is. GEMMs that have an
+    alarm already are not counted.
 
     A gain is normal around 1 with `reference_gain_sd` (`gemm_accuracy.gain_against_reference`), and so is the mean. One
-    of `kinds` means exceeds the bound in FALSE_ALARM_RATE of healthy looks, even if units truncate by GAIN_TOLERANCE.
+    of `kinds` means exceeds the bound in FALSE_ALARM_RATE of healthy probes, even if accumulators truncate by
+    GAIN_TOLERANCE.
     """
     judged = [g for g in gemms if "reference_gain" in g and not g["alarm"]]
     if not judged:
@@ -238,20 +241,23 @@ def mean_gain_alarm(kind: str, gemms: Sequence[Mapping[str, Any]], kinds: int = 
 
 
 def _alarm(kind: str, gemms: Sequence[Mapping[str, Any]]) -> str:
-    bad = sorted((g for g in gemms if g["alarm"]), key=lambda g: (-g["wrong"], -g["error"]))
-    mean = {name: float(np.mean([g[name] for g in bad])) for name in ("gain", "snr_db", "recipe_gain", "recipe_snr_db")}
-    where = ", ".join(f"layer {g['layer']} {g['site']}" for g in bad[:MAX_LISTED_ALARMS])
-    more = f" and {len(bad) - MAX_LISTED_ALARMS} more" if len(bad) > MAX_LISTED_ALARMS else ""
-    worst = bad[0]
+    alarmed = sorted((g for g in gemms if g["alarm"]), key=lambda g: (-g["wrong"], -g["error"]))
+    mean = {
+        name: float(np.mean([g[name] for g in alarmed])) for name in ("gain", "snr_db", "recipe_gain", "recipe_snr_db")
+    }
+    layers = ", ".join(f"layer {g['layer']} {g['site']}" for g in alarmed[:MAX_LISTED_ALARMS])
+    more = f" and {len(alarmed) - MAX_LISTED_ALARMS} more" if len(alarmed) > MAX_LISTED_ALARMS else ""
+    worst = alarmed[0]
     codes = f"; {100 * worst['wrong']:.3g}% of an operand's numbers differ" if worst["wrong"] else ""
     return (
-        f"{kind}: mean gain {mean['gain']:.4f} and {mean['snr_db']:.1f} dB of {len(bad)} of {len(gemms)} GEMMs, where "
-        f"{worst['recipe']} gives {mean['recipe_gain']:.4f} and {mean['recipe_snr_db']:.1f} dB{codes}: {where}{more}"
+        f"{kind}: mean gain {mean['gain']:.4f} and {mean['snr_db']:.1f} dB of {len(alarmed)} of {len(gemms)} GEMMs, "
+        f"where {worst['recipe']} gives {mean['recipe_gain']:.4f} and {mean['recipe_snr_db']:.1f} dB{codes}: "
+        f"{layers}{more}"
     )
 
 
 def log_line(step: int, gemms: Sequence[Mapping[str, Any]], alarms: Sequence[str]) -> str:
-    """A line for the log."""
+    """Returns the summary of a probe for the log."""
     gains = [gemm["gain"] for gemm in gemms]
     line = f"radar before step {step}: {len(gemms)} GEMMs, gains {min(gains):.3f} to {max(gains):.3f}"
     return line if alarms else f"{line}, each what its recipe gives, no alarm"

@@ -1,14 +1,15 @@
-"""What a recipe gives: the six operands of a linear and its three results, from `formats` and derived keys alone.
+"""Reference of a recipe: the six operands of a linear and its three results, from `formats` and derived keys only.
 
-Random bits are derived, never carried, so a stochastic rounding is as determined as one to nearest: on given x, w, dy
-and key there is one right value of every number that a GEMM reads. Nothing of `ops`, which is what is judged, is used.
-Of a result only the order of its sums is free. For operands a [m, k] and b [k, n] and the exact result r, a healthy one
-is within
+Random bits are derived from keys, never passed along, so stochastic rounding is as deterministic as RNE: x, w, dy and
+key determine every element that a GEMM reads. No code of `ops` is used, because `ops` is what is judged. In a result
+only the order of summation is unspecified. For operands a [m, k] and b [k, n] and the exact result r, a correct GEMM
+satisfies
 
     |q - r| <= 2^-7 |r| + 2^-11 |a_i| |b_j|
 
-of it: two roundings to bfloat16, and sums in float32 or in what the units of an accelerator have for that; rounding
-noise of 4 bits is 0.1 |a_i| |b_j| / sqrt(k) for each element, and as much in its largest for four standard deviations.
+which allows two roundings to bfloat16, and accumulation in float32 or in the accumulators of the device. |a_i| and
+|b_j| are the norms of row and column. For comparison, the noise of 4-bit rounding is 0.1 |a_i| |b_j| / sqrt(k) per
+element.
 """
 
 import functools
@@ -32,28 +33,29 @@ from halfbyte.formats.exact_float32 import round_bfloat16
 from halfbyte.formats.hadamard import random_signs
 from halfbyte.recipes import FORWARD_ROLE_OF, GEMM_ROLES, ROLES, OperandPolicy, role_key, signs_key
 
-REMAINDER_ROLE = "fprop_rest"  # what rounding fprop's x has left over, where the recipe multiplies that as well
-ROUNDED, SUMMED = 2.0**-7, 2.0**-11
+REMAINDER_ROLE = "fprop_rest"  # remainder of fprop's x, for recipes with a two-term operand
+ROUNDED, SUMMED = 2.0**-7, 2.0**-11  # tolerance of two bfloat16 roundings, and of the accumulation
+# GEMM -> contracting axis of its left and of its right operand.
 CONTRACTION_OF_GEMM = {
     "fprop": (1, 0),
     "dgrad": (1, 1),
     "wgrad": (0, 0),
-}  # the axis of each matrix that a GEMM sums over
+}
 ROLE_TENSOR_AXIS = {"fprop_x": ("x", -1), "fprop_w": ("w", -2), "dgrad_dy": ("dy", -1), "dgrad_w": ("w", -1),
            "wgrad_x": ("x", -2), "wgrad_dy": ("dy", -2)}  # fmt: skip
-"""Each operand's tensor, as a matrix, and the axis along which it is blocked: that which its GEMM sums over."""
+"""Role -> (tensor, axis along which its matrix is blocked, which is the contracting axis of its GEMM)."""
 
 
 class ReferenceOperand(NamedTuple):
-    """A matrix of numbers that are exact in bfloat16 (but for outer scales inside the sum), and the factor that sums of
-    them owe the tensor's scale, or those of its rows."""
+    """Values of an operand that are exact in bfloat16 (except for outer scales inside the sum), and the decode scale
+    that is applied after the sum, per tensor, row or column."""
 
     values: jax.Array  # float32
-    decode_scale: jax.Array  # float32, or one for each row or column
+    decode_scale: jax.Array  # float32: a scalar, or one per row or column
 
 
 def as_matrix(x: jax.Array) -> jax.Array:
-    """[..., features] as [tokens, features]."""
+    """Reshape [..., features] to [tokens, features]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -61,7 +63,8 @@ def reference_operand(
     x: jax.Array, policy: OperandPolicy, *, axis: int, key: Key | None, amax: jax.Array | None = None,
     signs: Key | None = None,
 ) -> ReferenceOperand:  # fmt: skip
-    """A matrix under a policy, blocked along `axis`; `signs` is the key of its transform's, where they are drawn."""
+    """Returns a matrix quantized under a policy, blocked along `axis`. `signs` is the key of random Hadamard signs. A
+    non-finite x has NaN as decode scale."""
     one = jnp.float32(1)
     x = _transform_operand(x, policy, axis, signs)
     if not policy.format.quantized:
@@ -73,13 +76,13 @@ def reference_operand(
 
 
 def _transform_operand(x: jax.Array, policy: OperandPolicy, axis: int, signs: Key | None) -> jax.Array:
-    """What is quantized of a matrix."""
+    """Returns the values that are quantized: x in the policy's source dtype, after the Hadamard transform."""
     if policy.source == "bfloat16" or not policy.format.quantized:
         x = round_bfloat16(x.astype(jnp.float32))
     if not policy.hadamard:
         return x
-    drawn = random_signs(signs, policy.hadamard_size) if policy.uses_random_signs and signs is not None else None
-    return hadamard_transform(x, axis=axis, points=policy.hadamard_size, signs=drawn)
+    sign_bits = random_signs(signs, policy.hadamard_size) if policy.uses_random_signs and signs is not None else None
+    return hadamard_transform(x, axis=axis, points=policy.hadamard_size, signs=sign_bits)
 
 
 def _quantize_grid(
@@ -91,91 +94,91 @@ def _quantize_grid(
 
 
 def _alpha_part(grid: GridTensor, axis: int) -> jax.Array:
-    """What sums owe: the tensor's decode scale, those of rows or columns, or nothing where it is inside the sum."""
+    """Returns the operand's factor of alpha: the decode scale per tensor, row or column; 1 if it is inside the sum."""
     scale = grid.scales.tensor_decode
     if grid.outer == "row":
         return scale[:, 0] if axis == -1 else scale[0]
     return scale if grid.outer == "tensor" else jnp.float32(1)
 
 
-def compute_reference_operands(given: LinearCapture) -> dict[str, ReferenceOperand]:
-    """The six of a linear, by role."""
+def compute_reference_operands(capture: LinearCapture) -> dict[str, ReferenceOperand]:
+    """Returns the reference operands of a linear by role: six, and the remainder of a two-term operand."""
 
     def key_of(role: str) -> Key | None:
-        return None if given.bits is None else role_key(given.bits, role)
+        return None if capture.bits is None else role_key(capture.bits, role)
 
     def source(role: str) -> jax.Array:
-        """The tensor as a matrix, or its forward operand, dequantized."""
-        x, forward = as_matrix(getattr(given, ROLE_TENSOR_AXIS[role][0])), FORWARD_ROLE_OF.get(role, role)
-        if getattr(given.recipe, role).source != "requantize_forward":
+        """Returns the tensor as a matrix, or the dequantized forward operand that the role requantizes."""
+        x, forward = as_matrix(getattr(capture, ROLE_TENSOR_AXIS[role][0])), FORWARD_ROLE_OF.get(role, role)
+        if getattr(capture.recipe, role).source != "requantize_forward":
             return x
-        policy, axis = getattr(given.recipe, forward), ROLE_TENSOR_AXIS[forward][1]
+        policy, axis = getattr(capture.recipe, forward), ROLE_TENSOR_AXIS[forward][1]
         grid = _quantize_grid(_transform_operand(x, policy, axis, None), policy, axis, key_of(forward))
         codes = encode_qtensor(grid, policy.format, block=policy.block, axis=axis)
         return jnp.where(codes.finite, codes.dequantize(), jnp.float32(jnp.nan))
 
-    def made(role: str) -> ReferenceOperand:
-        (name, axis), policy = ROLE_TENSOR_AXIS[role], getattr(given.recipe, role)
-        signs = None if given.bits is None else signs_key(given.bits, role.partition("_")[0])
-        amax = given.amax if name == "w" else None
+    def operand(role: str) -> ReferenceOperand:
+        (name, axis), policy = ROLE_TENSOR_AXIS[role], getattr(capture.recipe, role)
+        signs = None if capture.bits is None else signs_key(capture.bits, role.partition("_")[0])
+        amax = capture.amax if name == "w" else None
         return reference_operand(source(role), policy, axis=axis, key=key_of(role), amax=amax, signs=signs)
 
-    found = {role: made(role) for role in ROLES}
-    if given.recipe.remainder:
-        found[REMAINDER_ROLE] = _remainder_operand(
-            as_matrix(given.x), found["fprop_x"], given.recipe.fprop_x, key_of("fprop_x")
+    operands = {role: operand(role) for role in ROLES}
+    if capture.recipe.remainder:
+        operands[REMAINDER_ROLE] = _remainder_operand(
+            as_matrix(capture.x), operands["fprop_x"], capture.recipe.fprop_x, key_of("fprop_x")
         )
-    return found
+    return operands
 
 
 def _remainder_operand(
     x: jax.Array, first: ReferenceOperand, policy: OperandPolicy, key: Key | None
 ) -> ReferenceOperand:
-    factor = first.decode_scale[:, None] if first.decode_scale.ndim else first.decode_scale
-    left = x.astype(jnp.float32) - round_bfloat16(first.values * factor)
+    decode_scale = first.decode_scale[:, None] if first.decode_scale.ndim else first.decode_scale
+    remainder = x.astype(jnp.float32) - round_bfloat16(first.values * decode_scale)
     return reference_operand(
-        (round_bfloat16(left) if x.dtype == jnp.bfloat16 else left).astype(x.dtype), policy, axis=-1, key=key
+        (round_bfloat16(remainder) if x.dtype == jnp.bfloat16 else remainder).astype(x.dtype), policy, axis=-1, key=key
     )
 
 
 class ReferenceResult(NamedTuple):
-    """A GEMM's result r, float32, and how far from it a healthy one may be."""
+    """Reference result r of a GEMM, float32 [m, n], and the tolerance of each element."""
 
     values: jax.Array
     tolerance: jax.Array
 
 
-def reference_result(gemm: str, made: dict[str, ReferenceOperand]) -> ReferenceResult:
-    """The product of a GEMM's two operands, and for fprop that of what rounding x has left over."""
-    left, right = GEMM_ROLES[gemm]
-    products = [_product(gemm, made[role], made[right]) for role in operand_terms(left, made)]
-    return ReferenceResult(*(functools.reduce(jnp.add, kind) for kind in zip(*products, strict=True)))
+def reference_result(gemm: str, operands: dict[str, ReferenceOperand]) -> ReferenceResult:
+    """Returns the product of a GEMM's two operands; with a two-term x the sum of both products."""
+    lhs, rhs = GEMM_ROLES[gemm]
+    products = [_product(gemm, operands[role], operands[rhs]) for role in operand_terms(lhs, operands)]
+    return ReferenceResult(*(functools.reduce(jnp.add, field) for field in zip(*products, strict=True)))
 
 
-def operand_terms(role: str, made: dict[str, ReferenceOperand]) -> list[str]:
-    """The operands that stand for `role`: itself, and what is left over of it."""
-    return [role, REMAINDER_ROLE] if role == "fprop_x" and REMAINDER_ROLE in made else [role]
+def operand_terms(role: str, operands: dict[str, ReferenceOperand]) -> list[str]:
+    """Returns the terms of the operand `role`: itself and, if it has one, its remainder."""
+    return [role, REMAINDER_ROLE] if role == "fprop_x" and REMAINDER_ROLE in operands else [role]
 
 
-def _product(gemm: str, left: ReferenceOperand, right: ReferenceOperand) -> ReferenceResult:
-    (a, factor_a), (b, factor_b) = left, right
+def _product(gemm: str, lhs: ReferenceOperand, rhs: ReferenceOperand) -> ReferenceResult:
+    (a, scale_a), (b, scale_b) = lhs, rhs
     axes = CONTRACTION_OF_GEMM[gemm]
-    factor = (factor_a[:, None] if factor_a.ndim else factor_a) * (factor_b[None] if factor_b.ndim else factor_b)
+    alpha = (scale_a[:, None] if scale_a.ndim else scale_a) * (scale_b[None] if scale_b.ndim else scale_b)
     dims = (((axes[0],), (axes[1],)), ((), ()))
 
     def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, preferred_element_type=jnp.float32)
 
-    # A CPU has no fast bfloat16 GEMM; the numbers are the same.
-    sums = lax.platform_dependent(
+    # A CPU has no fast bfloat16 GEMM. Values that are exact in bfloat16 have the same products in float32.
+    acc = lax.platform_dependent(
         a, b, cpu=lambda a, b: dot(a, b, jnp.dtype("float32")), default=lambda a, b: dot(a, b, jnp.dtype("bfloat16"))
     )
-    rows, columns = l2_norm(a, axes[0]), l2_norm(b, axes[1])
-    bound = rows[:, None] * factor * columns[None]
-    return ReferenceResult(sums * factor, ROUNDED * jnp.abs(sums * factor) + SUMMED * bound)
+    row_norms, column_norms = l2_norm(a, axes[0]), l2_norm(b, axes[1])
+    bound = row_norms[:, None] * alpha * column_norms[None]
+    return ReferenceResult(acc * alpha, ROUNDED * jnp.abs(acc * alpha) + SUMMED * bound)
 
 
 def l2_norm(x: jax.Array, axis: int) -> jax.Array:
-    """The Euclidean length of each row or column, along `axis`, of whatever size its numbers are."""
-    size = jnp.maximum(jnp.max(jnp.abs(x)), jnp.float32(1e-30))
-    return jnp.sqrt(jnp.sum((x / size) ** 2, axis=axis)) * size
+    """Returns the Euclidean norm along `axis`, scaled by the amax so that squares neither overflow nor underflow."""
+    amax = jnp.maximum(jnp.max(jnp.abs(x)), jnp.float32(1e-30))
+    return jnp.sqrt(jnp.sum((x / amax) ** 2, axis=axis)) * amax

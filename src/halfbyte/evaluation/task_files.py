@@ -1,4 +1,4 @@
-"""Task files: jsonl (also .xz, .gz, .zst), one example per line. The fields of the first line tell the kind.
+"""Task files: jsonl (also .xz, .gz, .zst), one example per line. The fields of the first line determine the kind.
 
     choice   {"query", "choices", "gold"}                          ARC, HellaSwag, PIQA, OpenBookQA, BoolQ
     schema   {"context_options", "continuation", "gold"}           WinoGrande
@@ -6,9 +6,9 @@
     pair     {"sentence_good", "sentence_bad"}                     BLiMP
     text     {"text"}, or plain text                               perplexity
 
-An example becomes texts: contexts, and a continuation of each that is scored. A query that asks ("Question: ...") is
-continued by a line "Answer: ", any other by a space. Tokenizers join a space to the word that follows it, so a context
-ends before it.
+An example becomes one or more pairs of a context and a continuation to score. A line "Answer: " is added to a query
+with "Question: ...", a space to any other. Tokenizers join a space to the word that follows it, so a context ends
+before the space.
 """
 
 import re
@@ -28,14 +28,14 @@ FIELDS = {
 }
 OPTIONS = ("choices", "context_options")
 QUESTION, ANSWER = "Question:", "\nAnswer:"
-GROUP_FIELDS = ("linguistics_term", "source")  # by which results are broken down as well
+GROUP_FIELDS = ("linguistics_term", "source")  # results are also reported per value of these fields
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A file and its kind, a key of FIELDS; nothing but the first record has been read."""
+    """A task file and its kind, a key of FIELDS. Only the first record has been read."""
 
     name: str
     file: InputFile
@@ -43,11 +43,11 @@ class TaskFile:
 
 
 class UnknownTaskFormatError(ValueError):
-    """A readable file that is no task."""
+    """A readable file whose fields match no task."""
 
 
 def open_task(file: InputFile) -> TaskFile:
-    """The file with the kind that its first record shows; ValueError if it is empty or shows none."""
+    """Returns the file with the kind of its first record. Raises ValueError if it is empty or matches no kind."""
     name = file.path.name.split(".")[0]
     if file.kind == "text":
         return TaskFile(name, file, TEXT_FORMAT)
@@ -64,7 +64,7 @@ def open_task(file: InputFile) -> TaskFile:
 
 
 def iter_examples(task: TaskFile) -> Iterator[Record]:
-    """Every record of the file; ValueError names the file and the line of one that is malformed."""
+    """Yield every record of the file. Raises ValueError with file and line of a malformed one."""
     if task.file.kind == "text":
         yield {"text": _plain_text(task.file)}
         return
@@ -75,7 +75,7 @@ def iter_examples(task: TaskFile) -> Iterator[Record]:
 
 
 def subsample(items: Sequence[Record], limit: int) -> list[Record]:
-    """`limit` examples, evenly spread over the file (files are often sorted by category); 0: all."""
+    """Returns `limit` examples, evenly distributed over the file because files are often sorted by category; 0: all."""
     if not 0 < limit < len(items):
         return list(items)
     return [items[number * len(items) // limit] for number in range(limit)]
@@ -87,7 +87,7 @@ def group_of(record: Record) -> str:
 
 
 def texts_of(kind: str, record: Record) -> list[tuple[str, str]]:
-    """Returns the (context, continuation) pairs to score; of a pair of sentences the good one first."""
+    """Returns the (context, continuation) pairs to score; for a pair of sentences the good one first."""
     if kind == "choice":
         context = prompt(record["query"])
         return [(context, f" {choice}") for choice in record["choices"]]
@@ -100,9 +100,9 @@ def texts_of(kind: str, record: Record) -> list[tuple[str, str]]:
 
 
 def prompt(text: str) -> str:
-    """Returns the context up to the space before what continues it."""
-    asks = text.startswith(QUESTION) or f"\n{QUESTION}" in text
-    return text.rstrip(" ") + ANSWER * asks
+    """Returns the context, without the space that precedes the continuation."""
+    has_question = text.startswith(QUESTION) or f"\n{QUESTION}" in text
+    return text.rstrip(" ") + ANSWER * has_question
 
 
 def _lines(file: InputFile) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -126,19 +126,19 @@ def _plain_text(file: InputFile) -> str:
 
 
 def _problem(record: Record, fields: Sequence[str]) -> str:
-    """Returns what is wrong with a record: its first field that is not of its type."""
+    """Returns the first field of a record that has the wrong type, as text; empty for a valid record."""
     for field in fields:
         value = record.get(field)
         if field == "gold":
             last = len(next(record[name] for name in OPTIONS if name in fields)) - 1
-            good, wanted = type(value) is int and 0 <= value <= last, f"the number of an option, 0 to {last}"
+            is_valid, requirement = type(value) is int and 0 <= value <= last, f"the number of an option, 0 to {last}"
         elif field in OPTIONS:
-            good = isinstance(value, list) and len(value) > 1 and all(map(_is_text, value))
-            wanted = "a list of two or more strings that are not empty"
+            is_valid = isinstance(value, list) and len(value) > 1 and all(map(_is_text, value))
+            requirement = "a list of two or more strings that are not empty"
         else:
-            good, wanted = _is_text(value), "a string of valid Unicode that is not empty"
-        if not good:
-            return f"{field!r} is {'missing' if value is None else repr(value)[:60]}; it must be {wanted}"
+            is_valid, requirement = _is_text(value), "a string of valid Unicode that is not empty"
+        if not is_valid:
+            return f"{field!r} is {'missing' if value is None else repr(value)[:60]}; it must be {requirement}"
     return ""
 
 

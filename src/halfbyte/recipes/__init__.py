@@ -1,4 +1,4 @@
-"""Who is quantized, how, and with which random bits."""
+"""Recipes (how the six operands of a linear are quantized), policies (which linear has which recipe) and PRNG keys."""
 
 import sys
 from types import ModuleType

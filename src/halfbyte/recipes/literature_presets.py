@@ -1,6 +1,6 @@
-"""Recipes that followed the published one, each written as what it changes in its neighbour.
+"""Presets from the literature after the published NVFP4 recipe, each defined by its difference from a similar preset.
 
-Their equations and sources: docs/league.md.
+docs/league.md has their equations and sources.
 """
 
 from dataclasses import replace
@@ -111,4 +111,4 @@ LEAGUE = (
     nvfp4_1d_weights, nvfp4_unbiased, nvfp4_row, nvfp4_4over6_mse, nvfp4_4over6_mae, nvfp4_4over6_sr, ue5m3,
     nvfp4_fwd_mxfp8_bwd, amd_mxfp4, quartet2, tetrajet2, nvfp4_remainder, halfbyte, fp8_delayed,
 )  # fmt: skip
-"""All of them."""
+"""All presets of this module."""

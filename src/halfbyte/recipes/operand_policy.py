@@ -6,10 +6,10 @@
 | dgrad | dx = dy W^T   | dgrad_dy     | dgrad_w       | outputs         |
 | wgrad | dw = x^T dy   | wgrad_x      | wgrad_dy      | tokens          |
 
-An operand policy says how that operand becomes codes: format, block shape, rounding, and whether a Hadamard transform
-is applied along the contraction first. A Hadamard transform cancels only if both operands of a GEMM take it, of one
-size and with the same signs: (a H)(H^T b) = a b. A recipe that breaks that, or that asks for something no quantizer can
-do, is refused here, at construction.
+An operand policy defines how an operand is quantized: format, block shape, rounding, and whether a Hadamard transform
+is applied along the contracting axis first. A Hadamard transform cancels only if both operands of a GEMM have it, with
+the same size and the same signs: (a H)(H^T b) = a b. A recipe that violates this, or that no quantizer supports, is
+refused at construction.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_x", "wgrad_dy")
 GEMM_ROLES = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_dy", "dgrad_w"), "wgrad": ("wgrad_x", "wgrad_dy")}
 WEIGHT_ROLES = ("fprop_w", "dgrad_w")
 GRADIENT_ROLES = ("dgrad_dy", "wgrad_dy")
+# Backward operand -> forward operand of the same tensor.
 FORWARD_ROLE_OF = {
     "dgrad_w": "fprop_w",
     "wgrad_x": "fprop_x",
-}  # backward operand -> the forward operand of the same tensor
+}
 ROLES_OF_SAME_TENSOR = (("fprop_x", "wgrad_x"), ("fprop_w", "dgrad_w"), ("dgrad_dy", "wgrad_dy"))
 BLOCK_SHAPES = ("1d", "2d")
 SIGN_CHOICES = ("fixed", "fresh")
@@ -50,11 +51,11 @@ class OperandPolicy:
     rounding: str = "rne"
     hadamard: bool = False
     source: str = "as_is"
-    """`bfloat16`: what is quantized is rounded to bfloat16 first, as Transformer Engine does with master weights.
-    `requantize_forward`: what is quantized is the forward operand of the same tensor, dequantized."""
+    """`bfloat16`: round to bfloat16 before quantizing, as Transformer Engine does with master weights.
+    `requantize_forward`: quantize the dequantized forward operand of the same tensor."""
     hadamard_size: int = 16
     signs: str = "fixed"
-    """Signs of the Hadamard transform; "fresh" signs are drawn in each step for each GEMM of each linear."""
+    """Signs of the Hadamard transform; "fresh" signs are drawn in every step, per GEMM and linear."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", renamed_value("source", self.source))
@@ -91,24 +92,25 @@ class OperandPolicy:
 
     @property
     def quantization_group_size(self) -> int:
-        """How many neighbours along the contraction are quantized together: whole blocks, whole transforms."""
+        """Returns the number of neighbours along the contracting axis that are quantized together: whole blocks and
+        whole transforms."""
         return max(
             self.hadamard_size if self.hadamard else 1, self.format.block or 1, self.format.scale.scale_group_size
         )
 
     @property
     def uses_random_signs(self) -> bool:
-        """True if its transform has signs of this step."""
+        """Returns True if its Hadamard transform has fresh signs."""
         return self.hadamard and self.signs == "fresh"
 
     @property
     def stochastic(self) -> bool:
-        """True if this operand needs a random key."""
+        """Returns True if this operand needs a random key."""
         return self.uses_random_bits or self.uses_random_signs
 
     @property
     def uses_random_bits(self) -> bool:
-        """True if elements or block scales are rounded stochastically."""
+        """Returns True if elements or block scales are rounded stochastically."""
         return self.rounding in STOCHASTIC_ROUNDINGS or self.format.scale.stochastic
 
     def __str__(self) -> str:
@@ -127,7 +129,7 @@ class OperandPolicy:
 
 
 def _needs_more_than_weight(policy: OperandPolicy) -> bool:
-    """Whether a weight's codes depend on more than the weight and one maximum."""
+    """Returns True if the codes of a weight depend on more than the weight and its amax."""
     return (
         policy.hadamard
         or policy.stochastic
@@ -139,14 +141,14 @@ def _needs_more_than_weight(policy: OperandPolicy) -> bool:
 @renamed_members(history="amax_history_len", refuse_foreign="check_supported_outside_trainer")
 @dataclass(frozen=True)
 class Recipe:
-    """Six operand policies and a name. Two recipes of equal fields compute the same numbers.
+    """Six operand policies and a name. Two recipes with equal fields compute the same numbers.
 
-    `shared_scales`: the weights of q, k and v share one tensor scale, and those of gate and up another, as engines that
-    fuse them when they serve expect it.
-    `remainder`: fprop also multiplies what rounding x has left over, in the same format: y = Q(x) Q(W) + Q(r) Q(W) with
-    r = x - Q(x), the sums added in float32.
-    `history`: x, W and dy are scaled by the largest magnitude that so many steps before have seen (delayed scaling);
-    the trainer keeps those. 0, and wherever no trainer gives them: by the tensor's own.
+    `shared_scales`: the weights of q, k and v share a per-tensor scale, and those of gate and up another one, as
+    serving engines that fuse them expect.
+    `remainder`: x is a two-term operand of fprop, in one format: y = Q(x) Q(W) + Q(r) Q(W) with r = x - Q(x), summed in
+    float32.
+    `amax_history_len`: x, W and dy are scaled by the maximum of their amaxes in so many earlier steps (delayed
+    scaling), which the trainer stores. With 0, and without a trainer, they are scaled by the current amax.
     """
 
     name: str
@@ -182,8 +184,8 @@ class Recipe:
                     f"({', '.join(WEIGHT_ROLES)}), which are read along both axes; use block='1d'"
                 )
             self._check_source(role, operand)
-        for gemm, (left, right) in GEMM_ROLES.items():
-            self._check_hadamard(gemm, left, right)
+        for gemm, (lhs, rhs) in GEMM_ROLES.items():
+            self._check_hadamard(gemm, lhs, rhs)
         self._check_history()
 
     def _check_history(self) -> None:
@@ -194,10 +196,10 @@ class Recipe:
             )
         if not self.amax_history_len:
             return
-        pairs = [(getattr(self, first), getattr(self, again)) for first, again in ROLES_OF_SAME_TENSOR]
-        plain = all(one == OperandPolicy(one.format, source=one.source) == again for one, again in pairs)
-        one_scale = all(one.format.quantized and one.format.block is None for one, _ in pairs)
-        if not plain or not one_scale or self.remainder or self.shared_scales:
+        pairs = [(getattr(self, first), getattr(self, second)) for first, second in ROLES_OF_SAME_TENSOR]
+        is_plain = all(a == OperandPolicy(a.format, source=a.source) == b for a, b in pairs)
+        is_per_tensor = all(a.format.quantized and a.format.block is None for a, _ in pairs)
+        if not is_plain or not is_per_tensor or self.remainder or self.shared_scales:
             raise ValueError(
                 f"recipe {self.name!r}: history={self.amax_history_len} is of one scale each for x, W and dy, so all "
                 "six operands need a format with one scale a tensor (FP8), both of a tensor alike, to nearest, without "
@@ -205,7 +207,7 @@ class Recipe:
             )
 
     def check_supported_outside_trainer(self, where: str) -> None:
-        """Raises ValueError, which begins with `where`, if the recipe needs the trainer: an amax history."""
+        """Raise ValueError, which starts with `where`, if the recipe needs the trainer for its amax history."""
         if self.amax_history_len:
             raise ValueError(
                 f"{where}: recipe {self.name!r} scales by what {self.amax_history_len:,} steps before have seen, which "
@@ -231,36 +233,37 @@ class Recipe:
                 "Hadamard-transformed, and the transform of one GEMM means nothing to another; use source='as_is'"
             )
 
-    def _check_hadamard(self, gemm: str, left: str, right: str) -> None:
-        on = {role: getattr(self, role) for role in (left, right)}
-        if on[left].hadamard != on[right].hadamard:
+    def _check_hadamard(self, gemm: str, lhs: str, rhs: str) -> None:
+        policies = {role: getattr(self, role) for role in (lhs, rhs)}
+        if policies[lhs].hadamard != policies[rhs].hadamard:
             raise ValueError(
                 f"recipe {self.name!r}: the Hadamard transform of {gemm} cancels only if both operands take it, got "
-                f"{left}.hadamard={on[left].hadamard} and {right}.hadamard={on[right].hadamard}; set both or neither"
+                f"{lhs}.hadamard={policies[lhs].hadamard} and {rhs}.hadamard={policies[rhs].hadamard}; "
+                "set both or neither"
             )
-        transforms = {(p.hadamard_size, p.signs) for p in on.values() if p.hadamard}
+        transforms = {(p.hadamard_size, p.signs) for p in policies.values() if p.hadamard}
         if len(transforms) > 1:
             raise ValueError(
                 f"recipe {self.name!r}: the Hadamard transform of {gemm} cancels only if both operands take the same, "
-                f"got {left} ({on[left]}) and {right} ({on[right]}); give both one hadamard_size and signs"
+                f"got {lhs} ({policies[lhs]}) and {rhs} ({policies[rhs]}); give both one hadamard_size and signs"
             )
 
     def operands(self) -> dict[str, OperandPolicy]:
-        """The six policies by role, in the order of ROLES."""
+        """Returns the six policies by role, in the order of ROLES."""
         return {role: getattr(self, role) for role in ROLES}
 
     @property
     def quantized(self) -> bool:
-        """True if any operand leaves bfloat16."""
+        """Returns True if any operand is not bfloat16."""
         return any(operand.format.quantized for operand in self.operands().values())
 
     @property
     def stochastic(self) -> bool:
-        """True if any operand is rounded stochastically, so that a key is needed."""
+        """Returns True if any operand is stochastic, so that a key is needed."""
         return any(operand.stochastic for operand in self.operands().values())
 
     def with_operands(self, roles: tuple[str, ...] = ROLES, **fields: object) -> dict[str, OperandPolicy]:
-        """The policies of `roles` with some fields changed, ready for `dataclasses.replace(recipe, ...)`."""
+        """Returns the policies of `roles` with changed fields, for `dataclasses.replace(recipe, ...)`."""
         return {role: dataclasses.replace(getattr(self, role), **fields) for role in roles}
 
     def __str__(self) -> str:
@@ -274,15 +277,14 @@ class Recipe:
 
 
 def recipe_diff(a: Recipe, b: Recipe) -> list[tuple[str, str, object, object]]:
-    """(operand, field, value in a, value in b) for every field of every operand in which two recipes differ, and for
-    what a recipe says of the weights together: two without a difference compute the same numbers.
-    """
+    """Returns (operand, field, value in a, value in b) for every difference between the operands of two recipes, and
+    for the fields that concern several operands. Recipes without a difference compute the same numbers."""
     operands = [
-        (role, field.name, getattr(left, field.name), getattr(right, field.name))
-        for role, left, right in zip(ROLES, a.operands().values(), b.operands().values(), strict=True)
+        (role, field.name, getattr(policy_a, field.name), getattr(policy_b, field.name))
+        for role, policy_a, policy_b in zip(ROLES, a.operands().values(), b.operands().values(), strict=True)
         for field in dataclasses.fields(OperandPolicy)
-        if getattr(left, field.name) != getattr(right, field.name)
+        if getattr(policy_a, field.name) != getattr(policy_b, field.name)
     ]
-    of_all = ("weights", "shared_scales"), ("fprop_x", "remainder"), ("all", "amax_history_len")
-    values = [(what, field, getattr(a, field), getattr(b, field)) for what, field in of_all]
+    recipe_fields = ("weights", "shared_scales"), ("fprop_x", "remainder"), ("all", "amax_history_len")
+    values = [(operand, field, getattr(a, field), getattr(b, field)) for operand, field in recipe_fields]
     return operands + [change for change in values if change[2] != change[3]]

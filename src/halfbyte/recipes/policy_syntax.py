@@ -1,16 +1,17 @@
-"""Policies as text: what a person types after `--policy`, or keeps in a file.
+"""Policies as text: the value of `--policy`, or the content of a file.
 
     all_linear; layers[-4:]=bf16; mlp/down=mxfp8
 
-Rules are separated by `;` or by lines, and read like a list of exceptions: the **last** one that matches a linear
-decides. A linear that none matches stays in bf16. A rule is WHERE or WHERE=RECIPE; without a recipe it takes the run's.
+Rules are separated by `;` or line breaks. Later rules are exceptions to earlier ones: the **last** rule that matches a
+linear decides. A linear that no rule matches stays in bf16. A rule is WHERE or WHERE=RECIPE; without a recipe it takes
+the run's.
 
     WHERE    a named policy (mlp, all_linear, mlp_mxfp8, paper, ...), or [layers[START:STOP]/]GLOB
     GLOB     attention/q, mlp/*, */down, *        under layers/, which may be left out; `*` crosses slashes
     START    a layer (negative: from the end) or a fraction with a point (0.25, -0.15); empty: the first
     STOP     the same, not included; empty: the last. layers[7] is one layer
 
-`@FILE` is the text of a file; `#` begins a comment there.
+`@FILE` reads the text from a file, in which `#` starts a comment.
 """
 
 import dataclasses
@@ -47,7 +48,8 @@ LAYER_RANGE_PATTERN = re.compile(r"^layers\[([^\]]*)\](?:/(.+))?$")
 
 
 def read_policy_text(text: str) -> str:
-    """The policy itself: `@FILE` is read, comments and blank lines left out; other text comes back as it is."""
+    """Returns the text of a policy. For `@FILE` it is the file without comments and blank lines, other text is returned
+    unchanged."""
     if not text.startswith("@"):
         return text
     path = Path(text[1:])
@@ -58,22 +60,25 @@ def read_policy_text(text: str) -> str:
 
 
 def policy(text: str, default: Recipe | str) -> Policy:
-    """The policy that `text` names or describes, rules without a recipe in `default`."""
+    """Returns the policy that `text` names or describes. Rules without a recipe have `default`."""
     default = as_recipe(default, "policy")
     if is_user_defined(text):
         return load_user_policy(text, default)
-    offered = load_entry_point(text, "policy")
-    if offered is not None:
-        return _as_policy(offered, text, default)
-    parts = [part.strip() for part in text.split(";") if part.strip()]
-    if not parts:
+    plugin_value = load_entry_point(text, "policy")
+    if plugin_value is not None:
+        return _as_policy(plugin_value, text, default)
+    rule_texts = [rule_text.strip() for rule_text in text.split(";") if rule_text.strip()]
+    if not rule_texts:
         raise ValueError(f"policy is empty; give a name ({', '.join(policy_names())}) or rules such as mlp/*=nvfp4")
-    rules = [rule for part in parts for rule in reversed(_rules(part, default, alone=len(parts) == 1))]
-    return Policy(text, tuple(reversed(rules)))  # a Policy's first match wins, a text's last
+    rules = [
+        rule for rule_text in rule_texts for rule in reversed(_rules(rule_text, default, alone=len(rule_texts) == 1))
+    ]
+    return Policy(text, tuple(reversed(rules)))  # the first match wins in a Policy, the last one in a text
 
 
 def load_user_policy(text: str, default: Recipe) -> Policy:
-    """The policy that the text names by file or spells out; a function of a file is given the run's recipe."""
+    """Returns the policy that the text names by file or contains as JSON. A function in a file is called with the run's
+    recipe."""
     if text.startswith("{"):
         values = json.loads(text)
         return Policy(values["name"], tuple(_read_rule(rule) for rule in values["rules"]))
@@ -81,18 +86,20 @@ def load_user_policy(text: str, default: Recipe) -> Policy:
 
 
 def _as_policy(value: Any, text: str, default: Recipe) -> Policy:
-    made = value(default) if callable(value) else value
-    if not isinstance(made, Policy):
-        raise ValueError(f"policy {text}: must be a halfbyte.Policy, or a function from a recipe to one, got {made!r}")
-    return made
+    result = value(default) if callable(value) else value
+    if not isinstance(result, Policy):
+        raise ValueError(
+            f"policy {text}: must be a halfbyte.Policy, or a function from a recipe to one, got {result!r}"
+        )
+    return result
 
 
-def policy_to_text(made: Policy) -> str:
-    """The policy as text that `policy` turns back into an equal one."""
+def policy_to_text(value: Policy) -> str:
+    """Returns the policy as JSON text, from which `policy` returns an equal one."""
     rules = [
-        [rule.pattern, rule.recipe and json.loads(recipe_to_text(rule.recipe)), rule.layers] for rule in made.rules
+        [rule.pattern, rule.recipe and json.loads(recipe_to_text(rule.recipe)), rule.layers] for rule in value.rules
     ]
-    return json.dumps({"name": made.name, "rules": rules}, sort_keys=True)
+    return json.dumps({"name": value.name, "rules": rules}, sort_keys=True)
 
 
 def _read_rule(values: list[Any]) -> Rule:
@@ -104,22 +111,25 @@ def _rules(part: str, default: Recipe, *, alone: bool) -> list[Rule]:
     where, equals, name = (word.strip() for word in part.partition("="))
     if equals and not name:
         raise ValueError(f"policy: rule {part!r} names no recipe after '='")
-    chosen = recipe_of(name) if name else default
+    recipe = recipe_of(name) if name else default
     if where in MIXED_POLICY_RECIPES:
-        higher = recipe_of(MIXED_POLICY_RECIPES[where]) if _is_4_bit(chosen) else chosen
-        return [Rule(MLP_PATTERNS, chosen, implied=not alone), Rule(ATTENTION_PATTERNS, higher, implied=not alone)]
+        attention_recipe = recipe_of(MIXED_POLICY_RECIPES[where]) if _is_4_bit(recipe) else recipe
+        return [
+            Rule(MLP_PATTERNS, recipe, implied=not alone),
+            Rule(ATTENTION_PATTERNS, attention_recipe, implied=not alone),
+        ]
     if where in policy_names():
-        return [dataclasses.replace(rule, implied=not alone) for rule in named_rules(where, chosen)]
-    span = LAYER_RANGE_PATTERN.match(where)
-    if span:
-        return [Rule(_under_layers(span[2] or "*"), chosen, _bounds(span[1], part))]
+        return [dataclasses.replace(rule, implied=not alone) for rule in named_rules(where, recipe)]
+    match = LAYER_RANGE_PATTERN.match(where)
+    if match:
+        return [Rule(_under_layers(match[2] or "*"), recipe, _bounds(match[1], part))]
     if re.fullmatch(r"[\w*?/\[\]!-]+", where) and "layers[" not in where:
         if "/" not in where and "*" not in where:
             raise ValueError(
                 f"no policy named {where!r}; the policies are {', '.join(policy_names())}, "
                 "and rules have paths such as mlp/down, attention/*, layers[-4:]"
             )
-        return [Rule(_under_layers(where), chosen)]
+        return [Rule(_under_layers(where), recipe)]
     raise ValueError(
         f"policy: cannot read rule {part!r}; a rule is WHERE=RECIPE with WHERE such as mlp/*, attention/q, "
         f"layers[-4:], layers[0:2]/mlp/down or {', '.join(policy_names())}"

@@ -1,4 +1,4 @@
-"""Published recipes by name, each derived from a neighbour, and recipes mixed of two.
+"""Published recipes by name, each derived from a similar one, and recipes that combine the operands of two.
 
 `nvfp4+bf16_backward` is nvfp4 with the backward operands of bf16: 4 bits in the forward pass only.
 `bf16+nvfp4_weights` is bf16 with the weights of nvfp4: weight-only quantization as in serving (W4A16).
@@ -44,7 +44,7 @@ def mix_recipes(base: Recipe, other: Recipe, part: str) -> Recipe:
 
 
 def parse_mixed_recipe(name: str) -> tuple[str, str, str] | None:
-    """Returns (base, other, part) of a name that `mix_recipes` gives; None for any other name."""
+    """Returns (base, other, part) of a name in the form of `mix_recipes`, None for any other name."""
     base, plus, suffix = name.rpartition("+")
     other, _, part = suffix.rpartition("_")
     return (base, other, part) if plus and base and other and part in ("forward", "backward", "weights") else None
@@ -56,7 +56,7 @@ _BASE_NAMES: dict[str, str] = {}
 # Not a published format: E2M1 with the per-tensor scale of FP8, so that most of a tensor rounds to zero.
 FP4_ONE_SCALE = BlockFormat("fp4_one_scale", E2M1, None, FP8.scale)
 
-# MaxText's names of the same recipes.
+# MaxText's name of a recipe -> ours.
 _ALIASES = {
     "te_no_quant": "bf16",
     "te_fp8_currentscaling": "fp8",
@@ -71,7 +71,7 @@ REMOVED = {"averis": "nvfp4_no_rht is the nearest recipe"}
 
 
 def derive_preset(name: str, base: Recipe, description: str, changes: dict) -> Recipe:
-    """Registers and returns a preset: `base` with `changes`."""
+    """Register and return a preset: `base` with `changes`."""
     derived = dataclasses.replace(base, name=name, description=description, **changes)
     _PRESETS[name], _BASE_NAMES[name] = derived, base.name
     return derived
@@ -183,20 +183,20 @@ def recipe(name: str) -> Recipe:
     if mixed is not None:
         return mix_recipes(recipe(mixed[0]), recipe(mixed[1]), mixed[2])
     preset = _PRESETS.get(_ALIASES.get(name, name))
-    if preset is None and (offered := load_entry_point(name, "recipe")) is not None:
-        # Configs and arms store this name; the package's own name of the recipe may be that of a preset.
-        return dataclasses.replace(as_recipe(offered, f"the package that offers {name}"), name=name)
+    if preset is None and (plugin_value := load_entry_point(name, "recipe")) is not None:
+        # Configs and arms store this name. The recipe's name inside the package may be that of a preset.
+        return dataclasses.replace(as_recipe(plugin_value, f"the package that offers {name}"), name=name)
     if name in REMOVED:
         raise ValueError(f"recipe {name} was removed; {REMOVED[name]}")
     if preset is None:
-        near = difflib.get_close_matches(name, [*_PRESETS, *_ALIASES], n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}? " if near else ""
+        suggestions = difflib.get_close_matches(name, [*_PRESETS, *_ALIASES], n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(suggestions)}? " if suggestions else ""
         raise ValueError(f"no recipe named {name!r}; {hint}`halfbyte recipes` lists them all")
     return preset
 
 
 def as_recipe(value: Recipe | str, where: str) -> Recipe:
-    """Returns the recipe itself, or the one of that name; `where` begins the error if `value` is neither."""
+    """Returns a recipe unchanged, or the one with that name. The error for any other value starts with `where`."""
     if isinstance(value, str):
         return recipe(value)
     if not isinstance(value, Recipe):
@@ -211,11 +211,11 @@ def recipe_names() -> list[str]:
 
 
 def maxtext_aliases() -> dict[str, str]:
-    """Returns our name of each MaxText name."""
+    """Returns MaxText's name of each recipe -> ours."""
     return dict(_ALIASES)
 
 
 def base_recipe(name: str) -> Recipe | None:
-    """Returns the preset from which the named one is derived; None for bf16."""
+    """Returns the preset from which the named one is derived, None for bf16."""
     base = _BASE_NAMES.get(recipe(name).name)
     return None if base is None else _PRESETS[base]

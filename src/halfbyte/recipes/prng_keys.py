@@ -1,7 +1,7 @@
-"""Keys are derived, never carried: seed -> step -> layer -> site -> role, each a `fold_in` of a stable integer.
+"""PRNG keys: derived statelessly, seed -> step -> layer -> site -> role, each by a `fold_in` of a stable integer.
 
-Nothing here depends on the mesh, on the number of hosts or on what ran before, so a restart finds the same random
-bits. Names become integers by CRC-32, which unlike `hash` is the same in every process. The element index is the last
+The keys do not depend on the mesh, the number of hosts or earlier steps, so that a restart has the same random bits.
+Names are hashed to integers by CRC-32, which unlike `hash` is the same in every process. The element index is the last
 word: the generator in `halfbyte.formats` hashes it with the two words of the role's key.
 """
 
@@ -18,10 +18,10 @@ from jax.typing import ArrayLike
 from halfbyte.formats import HashedKey, Key, hashed_key_words
 from halfbyte.recipes.operand_policy import GEMM_ROLES, ROLES
 
-KEY_IMPL = "threefry2x32"  # two words a key, whatever generator the user's program has made its default
+KEY_IMPL = "threefry2x32"  # two words per key, whatever the default PRNG of the user's program is
 RANDOM_STREAMS = (*ROLES, *(f"{gemm} signs" for gemm in GEMM_ROLES))
 LinearKey = jax.Array | Mapping[str, HashedKey]
-"""The key of a linear, or those of all that it draws, by name."""
+"""The key of a linear, or the keys of its random streams by name (RANDOM_STREAMS)."""
 
 
 def step_key(seed: ArrayLike, step: ArrayLike) -> jax.Array:
@@ -30,12 +30,12 @@ def step_key(seed: ArrayLike, step: ArrayLike) -> jax.Array:
 
 
 def layer_key(key: jax.Array, layer: ArrayLike) -> jax.Array:
-    """The key of one layer, counted over the whole model; `layer` may be traced (a scan's index)."""
+    """Returns the key of one layer, numbered over the whole model. `layer` may be traced (a scan index)."""
     return _fold_in(key, layer)
 
 
 def site_key(key: jax.Array, site: str) -> jax.Array:
-    """The key of one linear, named by its path."""
+    """Returns the key of one linear, identified by its path."""
     return _fold_in(key, _stable_integer(site))
 
 
@@ -44,7 +44,7 @@ def role_key(key: jax.Array, role: str) -> jax.Array: ...
 @overload
 def role_key(key: LinearKey, role: str) -> Key: ...
 def role_key(key: LinearKey, role: str) -> Key:
-    """The key of one of the six operands of a linear."""
+    """Returns the key of one of the six operands of a linear."""
     if role not in ROLES:
         raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
     return _stream_key(key, role)
@@ -76,8 +76,9 @@ def _fold_in(key: jax.Array, number: ArrayLike) -> jax.Array:
 def as_threefry_key(key: jax.Array) -> jax.Array:
     """Returns a key whose `fold_in` is a hash: `key` itself, or for `unsafe_rbg` a threefry key of its four words.
 
-    `fold_in` of `unsafe_rbg` is an exclusive or with a hash of the number. So the order of two numbers does not matter,
-    and the same number twice (step 3, layer 3) cancels. Numbers that the caller folded in before stay as they are.
+    The `fold_in` of `unsafe_rbg` is an exclusive or with a hash of the number. The order of two numbers then has no
+    effect, and folding in the same number twice (step 3, layer 3) cancels. Numbers that the caller has folded in before
+    are not changed.
     """
     if str(jax.random.key_impl(key)) != "unsafe_rbg":
         return key

@@ -1,12 +1,13 @@
-"""Recipes and policies of the user's own: from a file, from an installed package, or as a value.
+"""User-defined recipes and policies: from a file, from an installed package, or as a value.
 
-A config holds text, so that flags, JSON and a resumed run all mean the same. What is not a name is written as
+A config stores them as text, so that flags, JSON and resumed runs have the same representation. Other than by name they
+are written as
 
-    path/file.py:name@0123456789abcdef    a Recipe or Policy of that Python file, and the SHA-256 of the file
-    {"name": ..., "fprop_x": ...}         a Recipe or Policy that was given as a value, spelled out
+    path/file.py:name@0123456789abcdef    a Recipe or Policy in that Python file, and the SHA-256 of the file
+    {"name": ..., "fprop_x": ...}         a Recipe or Policy that was passed as a value, as JSON
 
-`pin_to_digest` adds the hash; a file that has changed since is refused wherever its text is read again, and so is one
-that no command names (`io/trusted_programs.py`). Packages offer recipes and policies by name, through the entry points
+`pin_to_digest` adds the hash. A file that has changed since is refused whenever its text is read, as is a file that no
+command names (`io/trusted_programs.py`). Packages provide recipes and policies by name, through the entry points
 `halfbyte.recipes` and `halfbyte.policies`.
 """
 
@@ -33,37 +34,37 @@ _LOADED: dict[tuple[str, str], dict[str, Any]] = {}  # (path, hash) -> what the 
 
 
 def is_user_defined(text: str) -> bool:
-    """True for text that names a file or spells a value out."""
+    """Returns True for text that names a file or contains a value as JSON."""
     return text.startswith("{") or USER_FILE_PATTERN.match(text) is not None
 
 
 def pin_to_digest(text: str) -> str:
-    """The text with the hash of the file it names; other text as it is."""
-    found = USER_FILE_PATTERN.match(text)
-    if found is None or found["hash"]:
+    """Returns the text with the hash of the file that it names, other text unchanged."""
+    match = USER_FILE_PATTERN.match(text)
+    if match is None or match["hash"]:
         return text
-    return f"{text}@{trust_program(found['path'], text)}"
+    return f"{text}@{trust_program(match['path'], text)}"
 
 
 def load_object_from_file(text: str, what: str) -> Any:
-    """The object that `path/file.py:name` names; ValueError if the file is not the one that was pinned, or if nobody
-    but a file names it."""
-    found = USER_FILE_PATTERN.match(pin_to_digest(text))
-    assert found is not None, text
-    names = _load(*trusted_program(found["hash"], f"{what} {text}"), found["hash"])
-    if found["name"] not in names:
-        raise ValueError(f"{what} {text}: the file defines no {found['name']!r}")
-    return names[found["name"]]
+    """Returns the object that `path/file.py:name` names. Raises ValueError if the file is not the pinned one, or if no
+    command names it."""
+    match = USER_FILE_PATTERN.match(pin_to_digest(text))
+    assert match is not None, text
+    namespace = _load(*trusted_program(match["hash"], f"{what} {text}"), match["hash"])
+    if match["name"] not in namespace:
+        raise ValueError(f"{what} {text}: the file defines no {match['name']!r}")
+    return namespace[match["name"]]
 
 
 def is_same_program(stored: str, given: str) -> bool:
-    """Whether both texts name one object of files with one content, wherever they lie."""
-    texts = [USER_FILE_PATTERN.match(text) for text in (stored, given)]
-    return all(texts) and len({(found["name"], found["hash"]) for found in texts if found}) == 1
+    """Returns True if both texts name the same object in files of equal content, whatever their paths."""
+    matches = [USER_FILE_PATTERN.match(text) for text in (stored, given)]
+    return all(matches) and len({(match["name"], match["hash"]) for match in matches if match}) == 1
 
 
 def check_program_unchanged(stored: str, given: str) -> None:
-    """ValueError if `given` names the stored program by its file's name, and the file is another now."""
+    """Raise ValueError if `given` names a file with the same name as the stored program, but other content."""
     old, new = USER_FILE_PATTERN.match(stored), USER_FILE_PATTERN.match(pin_to_digest(given))
     if old and new and old["hash"] != new["hash"] and Path(old["path"]).name == Path(new["path"]).name:
         raise ValueError(
@@ -73,21 +74,23 @@ def check_program_unchanged(stored: str, given: str) -> None:
 
 
 def load_entry_point(name: str, what: str) -> Any:
-    """The object that an installed package offers under this name, None if none does."""
-    found = _entry_points().get((what, name))
-    return found.load() if found else None
+    """Returns the object that an installed package provides under this name, None if there is none."""
+    entry_point = _entry_points().get((what, name))
+    return entry_point.load() if entry_point else None
 
 
 @cache
 def _entry_points() -> dict[tuple[str, str], EntryPoint]:
-    """All that packages offer, looked up once: asking every installed package takes longer than making a config."""
+    """Returns all entry points by kind and name. They are cached, because searching the installed packages takes longer
+    than building a config."""
     installed = entry_points()
     points = [(what, point) for what, group in GROUPS.items() for point in installed.select(group=group)]
-    return {(what, point.name): point for what, point in reversed(points)}  # the first of a name, as they are found
+    # Reversed, so that the first of equal names wins.
+    return {(what, point.name): point for what, point in reversed(points)}
 
 
 def _load(path: str, source: bytes, digest: str) -> dict[str, Any]:
-    """Returns what the file defines. Runs the bytes that were hashed, not the present content of the file."""
+    """Returns the namespace of the file. Executes the bytes that were hashed, not the current content of the file."""
     if (path, digest) not in _LOADED:
         loader = _SourceBytesLoader(f"halfbyte_own_{digest}", path, source)
         spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
@@ -99,7 +102,7 @@ def _load(path: str, source: bytes, digest: str) -> dict[str, Any]:
 
 
 class _SourceBytesLoader(SourceLoader):
-    """A module from source that has been read already."""
+    """Loads a module from source that has been read already."""
 
     def __init__(self, name: str, path: str, source: bytes):
         self.name, self._path, self._source = name, path, source
@@ -112,16 +115,16 @@ class _SourceBytesLoader(SourceLoader):
 
 
 def recipe_to_text(value: Recipe) -> str:
-    """Returns the recipe as JSON text, from which `recipe_from_fields` makes an equal one."""
+    """Returns the recipe as JSON text, from which `recipe_from_fields` returns an equal one."""
     return json.dumps(_recipe_fields(value), sort_keys=True)
 
 
 def _recipe_fields(value: Recipe) -> dict[str, Any]:
     operands = {role: _operand_fields(policy) for role, policy in value.operands().items()}
-    about = {"name": value.name, "description": value.description, "shared_scales": value.shared_scales}
-    # Absent at their defaults: configs of versions without these fields have the same text. "history" is 0.1's key.
-    later = {"remainder": value.remainder, "history": value.amax_history_len}
-    return about | {name: value for name, value in later.items() if value} | operands
+    identity = {"name": value.name, "description": value.description, "shared_scales": value.shared_scales}
+    # Omitted at their defaults, so that the text equals that of versions without these fields. "history" is 0.1's key.
+    optional_fields = {"remainder": value.remainder, "history": value.amax_history_len}
+    return identity | {name: value for name, value in optional_fields.items() if value} | operands
 
 
 def _operand_fields(policy: OperandPolicy) -> dict[str, Any]:
@@ -142,17 +145,17 @@ def recipe_from_fields(values: dict[str, Any]) -> Recipe:
     """Returns the recipe with the fields that `recipe_to_text` writes."""
     if values.get("mean"):
         raise ValueError(f"recipe {values['name']}: mean=true was removed; spell the recipe without it")
-    known = _formats()
-    whole = ("description", "shared_scales", "remainder")
-    fields: dict[str, Any] = {name: values[name] for name in whole if name in values}
+    formats_by_name = _formats()
+    recipe_fields = ("description", "shared_scales", "remainder")
+    fields: dict[str, Any] = {name: values[name] for name in recipe_fields if name in values}
     fields["amax_history_len"] = values.get("history", 0)
     for role in ROLES:
-        fields[role] = OperandPolicy(**{**values[role], "format": known[values[role]["format"]]})
+        fields[role] = OperandPolicy(**{**values[role], "format": formats_by_name[values[role]["format"]]})
     return Recipe(values["name"], **fields)
 
 
 def load_user_recipe(text: str) -> Recipe:
-    """The recipe that the text names by file or spells out."""
+    """Returns the recipe that the text names by file or contains as JSON."""
     if text.startswith("{"):
         try:
             return recipe_from_fields(json.loads(text))

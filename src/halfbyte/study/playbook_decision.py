@@ -4,10 +4,11 @@ OUT/records/NN-STAGE.json, one file per stage, written atomically:
 
     {"stage": "bench", "command": "halfbyte bench ...", "seconds": 41.2, "data": {...}}     the result of its --json
     {"stage": "eval", "command": "halfbyte eval", "seconds": 0.0, "missing": "why"}
-    {"stage": "parity", "seconds": 309.2}                                                   interrupted: it is run again
+    {"stage": "parity", "seconds": 309.2}                                                   interrupted: to be resumed
 
-The error rate is that of `parity`: a candidate at the margin passes in at most 5% of studies, however many there are.
-The radar compares values on the same operands. It has no error rate, and one alarm is enough.
+The error rate of the decision is that of `parity`: a study passes a candidate at the margin with a probability of at
+most 5%, whatever the number of candidates. The radar compares values on the same operands. It has no error rate, and
+one alarm is sufficient.
 """
 
 import json
@@ -33,7 +34,7 @@ from halfbyte.study.equivalence_test import (
 from halfbyte.study.study_plan import plan_from_json
 from halfbyte.train import replace_nonfinite
 
-SETTINGS, ABLATION = "settings", "ablation"  # the latter: a stage of earlier versions
+SETTINGS, ABLATION = "settings", "ablation"  # ABLATION: a stage of earlier versions
 FILES = (
     SETTINGS, "doctor", "preflight", "trace", "inspect", "bench", "plan", "parity", "eval", "compare", ABLATION,
     "cluster",
@@ -41,8 +42,8 @@ FILES = (
 STAGES = tuple(name for name in FILES if name not in (SETTINGS, ABLATION))
 
 
-MIN_TOKENS = 5.0  # per parameter; below, gaps of real runs have hardly begun to show (docs/parity.md)
-MAX_DATA_WAIT_FRACTION = 0.1  # of a step, waiting for data: above, a step time is not the recipe's
+MIN_TOKENS = 5.0  # per parameter; with fewer, the gaps of real runs are hardly visible yet (docs/parity.md)
+MAX_DATA_WAIT_FRACTION = 0.1  # of a step; beyond it the step time is not a property of the recipe
 LOSS_RATE = (
     "One that really is within the margin would get this answer in at most "
     f"{100 * SIGNIFICANCE_LEVEL:g}% of such studies."
@@ -53,7 +54,7 @@ Data = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StageRecords:
-    """The records under `directory`."""
+    """Records of the stages, one JSON file per stage in `directory`."""
 
     directory: Path
 
@@ -73,18 +74,19 @@ class StageRecords:
         return self.get(stage).get("data", {})
 
     def is_over(self, stage: str, budget: float) -> bool:
-        """Returns True if the stage has a record and no smaller `budget` ended it. Earlier versions did not write which
-        one: their studies that are not complete, or had no time, go on with any."""
+        """Returns True if the stage has a record and was not ended by a budget smaller than `budget`. Earlier versions
+        did not record that budget: their incomplete studies, and those that had no time, resume with any."""
         record, data = self.get(stage), self.data(stage)
         ended_by = record.get("ended_by", 0.0 if data.get("complete") is False or data.get("seeds") == 0 else None)
         return bool({"data", "missing"} & record.keys()) and (ended_by is None or budget <= ended_by)
 
     def seconds(self, *stages: str) -> float:
-        """Returns the seconds of these stages, by default of all, in all starts but those that kill -9 ended."""
+        """Returns the total seconds of these stages, by default of all, over all starts except those ended by
+        SIGKILL."""
         return sum(self.get(stage).get("seconds", 0.0) for stage in stages or STAGES)
 
     def put(self, stage: str, **record: Any) -> None:
-        """Write the record of a stage. Those of later stages, which rest on it, are dropped first."""
+        """Write the record of a stage. The records of later stages, which depend on it, are deleted first."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for later in STAGES if stage in STAGES else ():
             if FILES.index(later) > FILES.index(stage):
@@ -94,7 +96,8 @@ class StageRecords:
         )
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings. Raises ValueError if the directory holds something else or was begun with others."""
+        """Write the settings. Raises ValueError if the directory has other contents or was started with other
+        settings."""
         stored, values, out = self.data(SETTINGS), json.loads(json.dumps(settings)), self.directory.parent
         for name in values if stored else ():
             if stored.get(name) != values[name]:
@@ -105,8 +108,9 @@ class StageRecords:
         if not stored:
             folders = [folder for folder in (out, self.directory) if folder.is_dir()]
             names = {path.name for folder in folders for path in folder.iterdir() if path.suffix != ".tmp"}
-            if others := names - {LOCK_FILE, self.directory.name}:  # stages replace files and folders of `out` by name
-                raise ValueError(f"{out} is not empty ({min(others)}) and holds no playbook; give another --out")
+            # Refused, because stages overwrite files and folders in `out` by name.
+            if other_names := names - {LOCK_FILE, self.directory.name}:
+                raise ValueError(f"{out} is not empty ({min(other_names)}) and holds no playbook; give another --out")
             self.put(SETTINGS, data=values)
 
 
@@ -116,8 +120,14 @@ PASS, FAIL, BETTER = "PASS", "FAIL", "BETTER"
 
 @dataclass(frozen=True)
 class Decision:
-    """`because`: what the sentence rests on; `speed`: what the measured speed is worth; `takes`: what it would take to
-    tell; `small`: the runs are too short to speak for a real one."""
+    """The playbook's decision.
+
+    Args:
+        because: the evidence that the sentence depends on.
+        speed: a sentence on the measured speed and whether it is representative.
+        takes: seeds and budget that would decide.
+        small: True if the runs are too short to represent a real one.
+    """
 
     word: str
     sentence: str
@@ -131,20 +141,21 @@ def make_decision(records: StageRecords) -> Decision:
     """Returns the decision that the records support."""
     study, (speed, ratios) = records.data("parity"), speed_statement(records)
     if failed := [check["name"] for check in records.data("doctor").get("checks", ()) if not check["passed"]]:
-        why = f"a quantizer does not give its stored bits on this machine ({', '.join(failed)})"
+        reason = f"a quantizer does not give its stored bits on this machine ({', '.join(failed)})"
         takes = "a machine on which `halfbyte doctor` passes"
-        return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {why}, so nothing computed here counts.", (), speed, takes)
+        return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {reason}, so nothing computed here counts.", (), speed, takes)
     if not study:
-        why, takes = records.get("parity").get("missing", "the parity study is not over"), required_seeds(records, ())
-        return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {why}. It would take {takes}.", (), speed, takes)
+        reason = records.get("parity").get("missing", "the parity study is not over")
+        takes = required_seeds(records, ())
+        return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {reason}. It would take {takes}.", (), speed, takes)
     arms = {arm["name"]: arm for arm in study["arms"] if arm["kind"] == CANDIDATE}
     base, words = study["arms"][0]["name"], {name: verdict_of(study, arm) for name, arm in arms.items()}
     because = tuple(line for arm in arms.values() for line in reasons(arm))
     verdicts = "; ".join(f"{name}: {why_of(arm)}" for name, arm in arms.items())
-    good = [name for name, word in words.items() if word in (PASS, BETTER)]
-    slow = {name: ratios[name] for name in good if words[name] == PASS and ratios.get(name, math.inf) <= 1}
+    passed = [name for name, word in words.items() if word in (PASS, BETTER)]
+    slow = {name: ratios[name] for name in passed if words[name] == PASS and ratios.get(name, math.inf) <= 1}
     no_faster = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in slow.items())
-    if fast := [arms[name] for name in good if name not in slow]:
+    if fast := [arms[name] for name in passed if name not in slow]:
         sentence, small = switch_sentence(study, fast, base)
         sentence += f" As good, and no faster here: {no_faster}." if slow else ""
         return Decision(SWITCH, sentence, because, speed, small=small)
@@ -156,14 +167,14 @@ def make_decision(records: StageRecords) -> Decision:
         sentence = f"{DO_NOT}, stay with {base}. {verdicts}. {' '.join(sorted(set(rates)))}"
         return Decision(DO_NOT, sentence, because, speed)
     takes = required_seeds(records, [arms[name] for name, word in words.items() if word == CANNOT_TELL])
-    cut = "" if study["complete"] else "The time was over after {done} of {planned} runs of the study. "
-    sentence = f"{CANNOT_TELL}, stay with {base} until then. {cut.format(**study['runs'])}{verdicts}."
+    interruption = "" if study["complete"] else "The time was over after {done} of {planned} runs of the study. "
+    sentence = f"{CANNOT_TELL}, stay with {base} until then. {interruption.format(**study['runs'])}{verdicts}."
     return Decision(CANNOT_TELL, f"{sentence} It would take {takes}.", because, speed, takes)
 
 
 def verdict_of(study: Data, arm: Data) -> str:
     """Returns the word of a candidate, FAIL if the radar has an alarm. A loss lower than the baseline's by more than
-    the margin, which fails a test of equality, is BETTER in a study that saw the broken recipe fail, else CANNOT
+    the margin, which fails an equivalence test, is BETTER in a study in which the broken recipe failed, else CANNOT
     TELL."""
     word: str = arm["verdict"]["word"]
     if alarms(arm) or word != FAIL or len(arm["gaps"]) < len(study["plan"]["seeds"]):  # or diverged
@@ -175,7 +186,7 @@ def verdict_of(study: Data, arm: Data) -> str:
 
 
 def shared_interval(study: Data, arm: Data) -> ConfidenceInterval:
-    """Returns the interval of the gaps, at the level that the first of all candidates to pass needs."""
+    """Returns the interval of the gaps at the level that the first candidate to pass needs (Holm)."""
     return paired_t_interval(list(arm["gaps"].values()), 1 - 2 * SIGNIFICANCE_LEVEL / study["plan"]["candidates"])
 
 
@@ -191,54 +202,56 @@ def why_of(arm: Data) -> str:
 
 
 def error_rate(study: Data) -> str:
-    margin, many, seeds = (study["plan"][name] for name in ("margin", "candidates", "seeds"))
+    margin, num_candidates, seeds = (study["plan"][name] for name in ("margin", "candidates", "seeds"))
     return (
         f"A recipe that really is {margin} off would get this answer in at most {100 * SIGNIFICANCE_LEVEL:g}% of "
-        f"such studies ({many} candidate{'s' * (many > 1)}, {len(seeds)} seeds)."
+        f"such studies ({num_candidates} candidate{'s' * (num_candidates > 1)}, {len(seeds)} seeds)."
     )
 
 
 def reasons(arm: Data) -> list[str]:
-    """Returns what the decision rests on, of one candidate."""
+    """Returns the evidence of one candidate: verdict, token overhead and radar."""
     name, verdict, overhead = arm["name"], arm["verdict"], arm["token_overhead"] or {"mean": None}
-    first = f"{name}: {verdict['word']}, {verdict['reason']}"
+    summary = f"{name}: {verdict['word']}, {verdict['reason']}"
     if texts := alarms(arm):
-        return [first, *(f"{name}: RADAR ALARM, {text}" for text in texts[:3])]
+        return [summary, *(f"{name}: RADAR ALARM, {text}" for text in texts[:3])]
     if overhead["mean"] is not None:
-        first += f"; the baseline's last loss took it {overhead['mean']:+.1f}% tokens"
+        summary += f"; the baseline's last loss took it {overhead['mean']:+.1f}% tokens"
     probed = sum(len(probe["gemms"]) for probe in arm["radar"])
     radar = f"radar, {probed} GEMMs beside what the recipe gives, no alarm" if probed else "no radar was run"
-    return [first, f"{name}: {radar}"]
+    return [summary, f"{name}: {radar}"]
 
 
-def switch_sentence(study: Data, good: Sequence[Data], base: str) -> tuple[str, bool]:
-    """Returns the sentence about the best candidate, and True if the runs are too short to speak for a real one, which
-    the sentence then says first."""
-    best, margin = min(good, key=lambda arm: arm["verdict"]["interval"]["high"]), parse_margin(study["plan"]["margin"])
+def switch_sentence(study: Data, passed: Sequence[Data], base: str) -> tuple[str, bool]:
+    """Returns the sentence about the best candidate, and True if the runs are too short to represent a real one, which
+    the sentence then states at its start."""
+    best = min(passed, key=lambda arm: arm["verdict"]["interval"]["high"])
+    margin = parse_margin(study["plan"]["margin"])
     parameters = non_embedding_params(plan_from_json(study["plan"], "the study's plan").base.model)
     tokens = study["arms"][0]["curves"][0]["tokens"][-1] / parameters
     size = f"{parameters / 1e6:,.1f}M parameters (without embeddings) and {tokens:.2g} tokens a parameter"
     small = tokens < MIN_TOKENS
-    first = f", for runs of this size alone ({size}, far too few to speak for a real one)" if small else ""
-    where = f"its loss is within ±{margin} of {base}'s: {best['verdict']['reason']}"
+    caveat = f", for runs of this size alone ({size}, far too few to speak for a real one)" if small else ""
+    evidence = f"its loss is within ±{margin} of {base}'s: {best['verdict']['reason']}"
     if best["verdict"]["word"] == FAIL:
         interval = where_text(shared_interval(study, best), margin)
-        where = f"its loss is lower than {base}'s by more than {margin}: {interval}"
-    chosen = f" Of {len(good)} that pass it is the one whose interval ends lowest." if len(good) > 1 else ""
-    holds = "" if small else f" It holds for {size}."
-    return f"{SWITCH} to {best['name']}{first}: {where}.{chosen} {error_rate(study)}{holds}", small
+        evidence = f"its loss is lower than {base}'s by more than {margin}: {interval}"
+    chosen = f" Of {len(passed)} that pass it is the one whose interval ends lowest." if len(passed) > 1 else ""
+    scope = "" if small else f" It holds for {size}."
+    return f"{SWITCH} to {best['name']}{caveat}: {evidence}.{chosen} {error_rate(study)}{scope}", small
 
 
 def speed_statement(records: StageRecords) -> tuple[str, dict[str, float]]:
-    """Returns a sentence on the measured speed, and arm -> tokens per second over the baseline's, empty where that is
-    not the recipe's."""
+    """Returns a sentence on the measured speed, and arm -> tokens per second relative to the baseline's. The mapping is
+    empty if the measurement does not represent the recipe."""
     speeds = {run["arm"]: run["speed"] for run in records.data("compare").get("runs", ())}
-    waits = {name: speed["input_wait"] or 0.0 for name, speed in speeds.items()}
-    worst = max(waits, key=lambda name: waits[name], default="")
-    if waits.get(worst, 0.0) > MAX_DATA_WAIT_FRACTION:
+    wait_by_arm = {name: speed["input_wait"] or 0.0 for name, speed in speeds.items()}
+    worst = max(wait_by_arm, key=lambda name: wait_by_arm[name], default="")
+    if wait_by_arm.get(worst, 0.0) > MAX_DATA_WAIT_FRACTION:
         return (
-            f"The speed of these runs is not the recipe's: of a step of {worst} {waits[worst]:.0%} was spent waiting "
-            "for data. Mend the input pipeline first; the bench's figures, on synthetic tokens, do not have that wait."
+            f"The speed of these runs is not the recipe's: of a step of {worst} {wait_by_arm[worst]:.0%} was spent "
+            "waiting for data. Mend the input pipeline first; the bench's figures, on synthetic tokens, do not have "
+            "that wait."
         ), {}
     rates = {row["arm"]: row["tokens_per_s"] for row in records.data("bench").get("rows", ()) if row["tokens_per_s"]}
     base = records.data("bench").get("baseline")
@@ -246,8 +259,8 @@ def speed_statement(records: StageRecords) -> tuple[str, dict[str, float]]:
     if not ratios:
         return "The speed was not measured.", {}
     steps = {name: speed["step_time_s"] for name, speed in speeds.items() if speed["step_time_s"]}
-    trained = {name: f" ({steps[base] / step:.2f}x in training)" for name, step in steps.items() if base in steps}
-    texts = ", ".join(f"{name} {ratio:.2f}x{trained.get(name, '')}" for name, ratio in ratios.items())
+    training_text = {name: f" ({steps[base] / step:.2f}x in training)" for name, step in steps.items() if base in steps}
+    texts = ", ".join(f"{name} {ratio:.2f}x{training_text.get(name, '')}" for name, ratio in ratios.items())
     if any("emulated" in arm["execution"] for arm in records.data("preflight").get("arms", {}).values()):
         return (
             f"The speed of this machine says nothing about 4-bit units, which it has not: {texts} of the baseline's "
@@ -257,27 +270,27 @@ def speed_statement(records: StageRecords) -> tuple[str, dict[str, float]]:
 
 
 def required_seeds(records: StageRecords, candidates: Sequence[Data]) -> str:
-    """Returns the seeds that would probably decide, and the budget that they need here."""
+    """Returns the seeds that would probably decide, and the budget that they need on this machine."""
     plan, study = records.data("plan"), records.data("parity")
     if not plan:
         return "a study: the same command goes on"
-    steps, count, slower = plan["steps"] or plan["fewest_steps"], max(MIN_SEEDS, plan["seeds"]), 1.0
-    if study:  # it may have been slower than planned
+    steps, count, slowdown = plan["steps"] or plan["fewest_steps"], max(MIN_SEEDS, plan["seeds"]), 1.0
+    if study:  # the study may have been slower than planned
         runs, seconds = study["runs"], records.seconds("parity")
-        slower = max(1.0, seconds * runs["planned"] / max(1, runs["done"]) / plan["seconds"])
+        slowdown = max(1.0, seconds * runs["planned"] / max(1, runs["done"]) / plan["seconds"])
     for arm in candidates if study and study["complete"] else ():
         if arm["interval"] is None or arm["interval"]["low"] is None:
             continue
         margin, alpha = parse_margin(study["plan"]["margin"]).value, SIGNIFICANCE_LEVEL / study["plan"]["candidates"]
         seeds = seeds_needed(ConfidenceInterval(**arm["interval"]), margin, alpha=alpha)
         if seeds is None:
-            what = "longer runs, or a margin that says what a gap costs"
-            return f"more than 64 seeds for {arm['name']}, whose gap is about the margin itself: {what}"
-        withheld = ", but " in arm["verdict"]["reason"]  # by a control, not by its own interval
+            remedy = "longer runs, or a margin that says what a gap costs"
+            return f"more than 64 seeds for {arm['name']}, whose gap is about the margin itself: {remedy}"
+        withheld = ", but " in arm["verdict"]["reason"]  # withheld by a control, not undecided by its interval
         count = max(count, 2 * len(study["plan"]["seeds"]) if withheld else seeds)
     costs = plan["costs"]
     seconds = costs["first_s"] + count * (costs["again_s"] + steps * costs["step_s"])
-    budget = f"--budget {math.ceil((plan['before_s'] + slower * seconds) / (1 - plan['reserve']) / 60)}m"
-    if not study or not study["complete"]:  # the same directory goes on with what is there
+    budget = f"--budget {math.ceil((plan['before_s'] + slowdown * seconds) / (1 - plan['reserve']) / 60)}m"
+    if not study or not study["complete"]:  # the same directory resumes with the runs it has
         return f"about {count} seeds of {steps} steps: the same command with {budget}"
     return f"about {count} seeds of {steps} steps in a new directory: {budget} --seeds {count}"

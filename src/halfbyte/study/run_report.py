@@ -1,4 +1,4 @@
-"""Report of one run: an HTML page with the sections of a study's report that one run has."""
+"""Report of a single run: an HTML page with those sections of a study report that apply to one run."""
 
 import json
 import math
@@ -22,23 +22,23 @@ SINGLE_RUN_CAVEAT = (
 
 
 def write_run_report(directory: Path, *, sample: tuple[str, str] | None = None) -> Path:
-    """report.html of a run directory; `sample` is a prompt and what the model wrote after it."""
+    """Write report.html of a run directory and return its path. `sample`: a prompt and the model's completion."""
     config = open_run_directory(directory).config
     manifest = read_json(directory / "manifest.json")
     curve = read_curve(directory, config.recipe)
     title = f"{config.name}: {config.model.name}, {config.recipe}, seed {config.seed}"
     path = directory / RUN_REPORT_FILE
-    parts = run_sections(directory, config, manifest, curve, sample)
-    atomic_write(path, io.html_page(title, parts))
+    sections = run_sections(directory, config, manifest, curve, sample)
+    atomic_write(path, io.html_page(title, sections))
     return path
 
 
 def sample_section(sample: tuple[str, str] | None) -> str:
-    """What the model wrote, its prompt apart."""
+    """Returns the section with the prompt and its completion."""
     if sample is None:
         return ""
-    prompt, written = map(io.escape_html, sample)
-    return io.section("Sample", f'<p class="soft">after {prompt}</p>', f'<p class="sample">{written}</p>')
+    prompt, completion = map(io.escape_html, sample)
+    return io.section("Sample", f'<p class="soft">after {prompt}</p>', f'<p class="sample">{completion}</p>')
 
 
 def run_sections(
@@ -55,13 +55,13 @@ def run_sections(
     _, validation = curve.validation()
     held_out = f", validation {validation[-1]:.4f}" if len(validation) else ""
     step = int(curve.steps[-1])
-    done = f"{step} of {config.steps} steps" if step < config.steps else f"{step} steps"
+    progress = f"{step} of {config.steps} steps" if step < config.steps else f"{step} steps"
     mean = f"mean of the last {last} steps" if last > 1 else "of its last step"
-    head = f"training loss {loss:.4f} nats a token ({mean}){held_out} after {done}"
-    read = f"{tokens:,} tokens ({tokens / size:.2f} a parameter), data {config.data}"
-    scope = f"{size_text(config.model)}, {read}. {SINGLE_RUN_CAVEAT}"
-    content = load_identity(directory)
-    facts = {"run": str(directory), **run_environment(config, content, str(manifest.get("device", "")))}
+    head = f"training loss {loss:.4f} nats a token ({mean}){held_out} after {progress}"
+    length = f"{tokens:,} tokens ({tokens / size:.2f} a parameter), data {config.data}"
+    scope = f"{size_text(config.model)}, {length}. {SINGLE_RUN_CAVEAT}"
+    identity = load_identity(directory)
+    provenance = {"run": str(directory), **run_environment(config, identity, str(manifest.get("device", "")))}
     return [
         io.verdict_box(head, io.paragraph(scope, soft=True)),
         io.figure_row("Curves", run_figures(curve)),
@@ -70,35 +70,35 @@ def run_sections(
         radar_section([{"name": config.recipe, "radar": read_radar_probes(directory, config.seed)[:1]}]),
         io.section("Cost", run_cost_table(curve, dict(manifest))),
         io.section("Precision", precision_section(dict(manifest), config.recipe)),
-        io.section("Provenance", io.html_table(("", ""), facts.items())),
+        io.section("Provenance", io.html_table(("", ""), provenance.items())),
         io.collapsible("config.json", json.dumps(dataclass_json.to_dict(config), indent=1)),
     ]
 
 
 def run_figures(curve: MetricCurve) -> list[str]:
-    """Loss, gradient norm and learning rate; the load of experts."""
+    """Returns the figures of loss, gradient norm and learning rate, and of the expert load if there are experts."""
     width = max(1, len(curve.rows) // 50)
-    every = max(1, len(curve.rows) // MAX_PLOT_POINTS)
-    x = curve.tokens[::every].tolist()
+    stride = max(1, len(curve.rows) // MAX_PLOT_POINTS)
+    x = curve.tokens[::stride].tolist()
     tokens, validation = curve.validation()
-    drawn = [LineSeries("training, smoothed", x, _points(smooth(curve.loss, width)[::every]), 0)]
+    series = [LineSeries("training, smoothed", x, _points(smooth(curve.loss, width)[::stride]), 0)]
     if len(validation):
-        drawn.append(LineSeries("validation", tokens.tolist(), _points(validation), 1, dots=True))
-    found = [io.figure("Loss, nats a token", io.line_chart(drawn, Axes("tokens"), label="loss"))]
+        series.append(LineSeries("validation", tokens.tolist(), _points(validation), 1, dots=True))
+    figures = [io.figure("Loss, nats a token", io.line_chart(series, Axes("tokens"), label="loss"))]
     for field, name in (("grad_norm", "Gradient norm"), ("learning_rate", "Learning rate")):
-        values = curve.column(field)[::every]
+        values = curve.column(field)[::stride]
         chart = io.line_chart([LineSeries(name, x, _points(values), 2)], Axes("tokens", height=200), label=name)
-        found.append(io.figure(name, chart))
-    return found + load_figure(curve, x, every)
+        figures.append(io.figure(name, chart))
+    return figures + load_figure(curve, x, stride)
 
 
 def load_figure(curve: MetricCurve, x: list[float], every: int) -> list[str]:
-    """The load of the fullest and of the emptiest expert, of a model that has experts."""
+    """Returns the figure of the load of the fullest and the emptiest expert, none for a dense model."""
     if not any("fullest_expert" in row for row in curve.rows):
         return []
     fields = (("fullest_expert", "fullest of any layer"), ("emptiest_expert", "emptiest"))
-    drawn = [LineSeries(name, x, _points(curve.column(field)[::every]), n) for n, (field, name) in enumerate(fields)]
-    chart = io.line_chart(drawn, Axes("tokens", height=200), label="load of experts")
+    series = [LineSeries(name, x, _points(curve.column(field)[::every]), n) for n, (field, name) in enumerate(fields)]
+    chart = io.line_chart(series, Axes("tokens", height=200), label="load of experts")
     return [io.figure("Load of experts, in units of the mean", chart)]
 
 

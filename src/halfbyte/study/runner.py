@@ -1,7 +1,7 @@
 """Runs the cells of a study one after another. A stopped cell resumes, and a diverged one does not stop the others.
 
-Each run has the directory arms/ARM/seed-S with the layout of any run. All runs share one directory of compiled
-programs, so that a program is compiled once per arm, not once per seed.
+Each run has the directory arms/ARM/seed-S with the layout of any run. All runs share one compilation cache, so that a
+program is compiled once per arm instead of once per seed.
 """
 
 import contextlib
@@ -33,23 +33,23 @@ from halfbyte.train.progress_display import format_duration
 Say = Callable[[str], None]
 Observers = Callable[[TrainConfig, Path], Sequence[Any]]
 LINES_A_RUN = 8
-# A stop waits for these activities; it does not wait for a compiler or a probe.
+# A stop waits for these activities, but not for compilation or a radar probe.
 AWAITED_ACTIVITIES = ("step", "validation", "save", "finish")
-PATIENCE_S = 0.5
+PATIENCE_S = 0.5  # after the last awaited activity, until the process exits
 LOCKED_HINT = "wait for it, stop it, or give --out another directory (several hosts share one: --host INDEX/HOSTS)"
 
 
 class StopSignal:
-    """Context, on the main thread, around several runs: a signal is answered at once and ends them all. A step, a
-    validation or a save in progress is waited for. A compiler cannot be interrupted: `leave(signal)` is called beside
-    it, for a report of what is done, and the process ends with 75."""
+    """Context around several runs, entered on the main thread, in which the first signal ends all of them. A step,
+    validation or save in progress is completed. Compilation cannot be interrupted: `leave(signal)`, which writes a
+    report of the finished runs, is called on the signal thread, and the process exits with 75."""
 
     def __init__(self, say: Say, leave: Callable[[str], Any] | None = None):
         self.asked: str | None = None
         self._say, self._leave = say, leave
         self._group: ProcessGroup | None = None
         self._over, self._ending = threading.Event(), threading.Lock()
-        self._signals = SignalHandler(self._heard)
+        self._signals = SignalHandler(self._on_signal)
 
     def __enter__(self) -> "StopSignal":
         self._signals.__enter__()
@@ -57,14 +57,14 @@ class StopSignal:
 
     def __exit__(self, *error: Any) -> None:
         self._over.set()
-        with self._ending:  # a process that is leaving is not held up
+        with self._ending:  # blocks while the signal thread is ending the process
             pass
-        self._signals.__exit__(*error)  # waits for the thread, which may wait for the lock
+        self._signals.__exit__(*error)  # joins the signal thread, which may be waiting for the lock
 
     @contextlib.contextmanager
     def group(self, config: TrainConfig) -> Iterator[ProcessGroup]:
-        """This process alone, for one run. A run of a study that another process holds is said in the study's words:
-        it has no --run-dir."""
+        """Open a process group of this process only, for one run. If another process has locked the run directory, the
+        error names --out, because a study has no --run-dir."""
         group = ProcessGroup(limits=WatchdogLimits(step_timeout_s=config.watchdog_s)).open()
         group.enter_step_loop()
         self._group = group
@@ -72,27 +72,27 @@ class StopSignal:
             group.request_stop(self.asked)
         try:
             yield group
-        except RunDirectoryLockedError as held:
-            raise RunDirectoryLockedError(held.why, LOCKED_HINT) from None
+        except RunDirectoryLockedError as error:
+            raise RunDirectoryLockedError(error.why, LOCKED_HINT) from None
         finally:
             self._group = None
             group.close()
 
-    def _heard(self, name: str) -> None:
+    def _on_signal(self, name: str) -> None:
         if self.asked is not None:
             return
         self.asked = name
         self._say(f"{name}: stopping; what is done is kept")
         if self._group is not None:
             self._group.request_stop(name)
-        since = time.monotonic()
+        last_awaited = time.monotonic()
         while not self._over.wait(0.05):
             if self._group is not None and self._group.activity in AWAITED_ACTIVITIES:
-                since = time.monotonic()
-            if time.monotonic() - since > PATIENCE_S:
-                self._go(name)
+                last_awaited = time.monotonic()
+            if time.monotonic() - last_awaited > PATIENCE_S:
+                self._exit_process(name)
 
-    def _go(self, name: str) -> None:
+    def _exit_process(self, name: str) -> None:
         with self._ending:
             if self._over.is_set():
                 return
@@ -101,16 +101,16 @@ class StopSignal:
                     self._leave(name)
                 sys.stdout.flush()
                 sys.stderr.flush()
-            except Exception as trouble:  # nobody above this thread would end the process
+            except Exception as error:  # no caller of this thread would end the process
                 with contextlib.suppress(Exception):
-                    self._say(f"no report was written ({trouble}); what is done is kept, and the same command goes on")
+                    self._say(f"no report was written ({error}); what is done is kept, and the same command goes on")
             finally:
                 os._exit(PREEMPTED)
 
 
 class RunLog:
-    """The console of one run: everything goes to its log file, a line now and then to the person, and that it
-    compiles."""
+    """Console of one run. It writes everything to the log file of the run, and reports about LINES_A_RUN step lines and
+    each compilation through `say`."""
 
     def __init__(self, file: TextIO, say: Say, *, every: int):
         self._file, self._say, self._every = file, say, every
@@ -135,7 +135,7 @@ class RunLog:
 
 @dataclass
 class StudyProgress:
-    """What the runs took, for an estimate of what is left."""
+    """Durations of the finished runs, for an estimate of the remaining time."""
 
     total: int
     began: float
@@ -153,16 +153,21 @@ class StudyProgress:
     def remaining(self) -> str:
         if not self.finished:
             return ""
-        each = self.elapsed() / self.finished
-        return f", about {format_duration(each * (self.total - self.finished))} left"
+        seconds_per_run = self.elapsed() / self.finished
+        return f", about {format_duration(seconds_per_run * (self.total - self.finished))} left"
 
 
 def run_cells(
     plan: StudyPlan, directory: Path, jobs: Sequence[tuple[Arm, int]], *, say: Say, observers: Observers | None = None,
     leave: Callable[[str], Any] | None = None, within: float = math.inf,
 ) -> str | None:  # fmt: skip
-    """Run what is not done yet, up to the first look that decides; the name of the signal that stopped it,
-    or None. `leave`: see Stop. No run begins that would not end `within` so many seconds if it were the quickest."""
+    """Run the unfinished cells of `jobs`, up to the first look that decides. Returns the name of the signal that
+    stopped the runs, or None.
+
+    Args:
+        leave: see StopSignal.
+        within: seconds. No run is started that would end later if it took as long as the fastest one so far.
+    """
     waiting = [
         (a, s)
         for a, s in jobs
@@ -171,66 +176,68 @@ def run_cells(
     if len(waiting) < len(jobs):
         say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
     progress = StudyProgress(len(waiting), time.monotonic())
-    past, beyond = 0, len(plan.seeds) > plan.looks[-1]  # whoever has added seeds wants to see them
-    now: dict[str, str] = {}
+    num_looks_passed, has_extra_seeds = 0, len(plan.seeds) > plan.looks[-1]  # added seeds are run in any case
+    current: dict[str, str] = {}
     with StopSignal(say, leave) as stop:
         for number, (arm, seed) in enumerate(waiting, 1):
-            looked = sum(look <= plan.seeds.index(seed) for look in plan.looks)
-            if looked > past and not beyond and analyse_study(plan, directory)["decided"]:
-                say(f"decided at the look after {plan.looks[looked - 1]} seeds; the others need not be run")
+            num_looks = sum(look <= plan.seeds.index(seed) for look in plan.looks)
+            if num_looks > num_looks_passed and not has_extra_seeds and analyse_study(plan, directory)["decided"]:
+                say(f"decided at the look after {plan.looks[num_looks - 1]} seeds; the others need not be run")
                 break
-            past = looked
+            num_looks_passed = num_looks
             if progress.elapsed() + progress.fastest_run_s > within:
                 say(f"{format_duration(within)} are over: the other {len(waiting) + 1 - number} runs are not begun")
                 break
             prefix = f"[{number}/{len(waiting)} {arm.name} seed {seed}]"
-            say_here = lambda text, prefix=prefix: say(f"{prefix} {text}")  # noqa: E731
-            if provenance(plan) != now:  # before the first run, and when data or code have changed under way
-                now = provenance(plan)
-                check_cells(plan, directory, now)
-            run_cell(plan, directory, arm, seed, say=say_here, observers=observers, stop=stop)
+            say_prefixed = lambda text, prefix=prefix: say(f"{prefix} {text}")  # noqa: E731
+            if provenance(plan) != current:  # before the first run, and whenever data or code changed since
+                current = provenance(plan)
+                check_cells(plan, directory, current)
+            run_cell(plan, directory, arm, seed, say=say_prefixed, observers=observers, stop=stop)
             if stop.asked:
                 break
             progress.end_run()
-            say_here(f"{_cell_outcome(cell_directory(directory, arm, seed), plan.base.steps)}{progress.remaining()}")
+            say_prefixed(
+                f"{_cell_outcome(cell_directory(directory, arm, seed), plan.base.steps)}{progress.remaining()}"
+            )
     return stop.asked
 
 
 def run_cell(
     plan: StudyPlan, directory: Path, arm: Arm, seed: int, *, say: Say, observers: Observers | None, stop: StopSignal
 ) -> None:
-    """Train one arm of one seed; a divergence is written down and is no error. A run that is complete and whose last
-    row cannot be read has no outcome: it is set aside and trained again."""
+    """Train one arm with one seed. A divergence is recorded and raises nothing. A complete run whose last row cannot be
+    read has no outcome: its directory is moved to damaged/ and the run is trained again, once."""
     folder = cell_directory(directory, arm, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     config = dataclasses.replace(arm.configure(plan.base, seed), compile_cache=str((directory / "compiled").absolute()))
-    lines = -(-config.steps // config.log.every)
+    num_lines = -(-config.steps // config.log.every)
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
     with open(logs / f"{arm.name}-seed-{seed}.txt", "a", encoding="utf-8") as file:
-        log = RunLog(file, say, every=max(1, lines // LINES_A_RUN))
+        log = RunLog(file, say, every=max(1, num_lines // LINES_A_RUN))
         console = Console(file=log, width=160, force_terminal=False, color_system=None)  # type: ignore[arg-type]
-        for again in (False, True):
-            watching = observers(config, folder) if observers else ()
+        for is_retry in (False, True):
+            run_observers = observers(config, folder) if observers else ()
             try:
                 with stop.group(config) as group:
-                    train(config, folder, console=console, group=group, observers=watching)
-            except DivergedError as trouble:
-                record = {"step": run_status(folder, config.steps).step, "error": str(trouble)}
+                    train(config, folder, console=console, group=group, observers=run_observers)
+            except DivergedError as error:
+                record = {"step": run_status(folder, config.steps).step, "error": str(error)}
                 atomic_write(folder / "diverged.json", json.dumps(record) + "\n")
             if stop.asked or run_status(folder, config.steps).state in FINISHED_STATES:
                 return
-            if again:
+            if is_retry:
                 raise ValueError(f"{folder} is trained to its end and has no validation loss there; see {file.name}")
-            aside = _set_aside(folder, directory / "damaged", f"{arm.name}-seed-{seed}")
-            say(f"complete, but its last row is damaged or lost: kept as {aside}, trained anew")
+            moved_to = _move_to_damaged(folder, directory / "damaged", f"{arm.name}-seed-{seed}")
+            say(f"complete, but its last row is damaged or lost: kept as {moved_to}, trained anew")
 
 
-def _set_aside(folder: Path, where: Path, name: str) -> Path:
-    where.mkdir(exist_ok=True)
-    aside = where / f"{name}-{len(list(where.glob(f'{name}-*'))) + 1}"
-    folder.rename(aside)
-    return aside
+def _move_to_damaged(folder: Path, parent: Path, name: str) -> Path:
+    parent.mkdir(exist_ok=True)
+    target = parent / f"{name}-{len(list(parent.glob(f'{name}-*'))) + 1}"
+    folder.rename(target)
+    return target
 
 
 def _cell_outcome(folder: Path, steps: int) -> str:

@@ -1,4 +1,4 @@
-"""Report of a study: one HTML page, the same as JSON, and a summary in Markdown."""
+"""Report of a study: one HTML page, the same content as JSON, and a summary in Markdown."""
 
 import json
 from collections.abc import Mapping
@@ -16,21 +16,22 @@ from halfbyte.train import replace_nonfinite
 
 Data = Mapping[str, Any]
 REPORT_FILES = {"html": "report.html", "json": "report.json", "md": "report.md"}
-# In margins, or further if a candidate is. An arm beyond is drawn at the edge, so that the others stay apart.
+# Half width of the gap axis in margins, larger if a candidate's gap is. A control beyond it is drawn at the edge, so
+# that the others remain distinguishable.
 AXIS_CLIP = 3.0
 
 
 def write_report(plan: StudyPlan, directory: Path, data: Data) -> dict[str, Path]:
-    """report.html, report.json and report.md in `directory`."""
+    """Write report.html, report.json and report.md in `directory`. Returns their paths by kind."""
     facts = {"plan": str(directory / "plan.json"), "written": plan.written}
-    whole = {
+    report = {
         **data,
         "facts": facts | run_environment(plan.base, first_started_run(plan, directory), study_devices(plan, directory)),
     }
     files = {kind: directory / name for kind, name in REPORT_FILES.items()}
-    atomic_write(files["html"], io.html_page(study_title(plan), sections(plan, directory, whole)))
-    atomic_write(files["json"], json.dumps(replace_nonfinite(whole), indent=1, allow_nan=False) + "\n")
-    atomic_write(files["md"], escape_control_chars(study_markdown(plan, whole)))
+    atomic_write(files["html"], io.html_page(study_title(plan), sections(plan, directory, report)))
+    atomic_write(files["json"], json.dumps(replace_nonfinite(report), indent=1, allow_nan=False) + "\n")
+    atomic_write(files["md"], escape_control_chars(study_markdown(plan, report)))
     return files
 
 
@@ -41,7 +42,7 @@ def study_title(plan: StudyPlan) -> str:
 
 
 def sections(plan: StudyPlan, directory: Path, data: Data) -> list[str]:
-    """The page from top to bottom."""
+    """Returns the sections of the page in order."""
     facts = io.html_table(("", ""), data["facts"].items())
     return [
         *report_head(data),
@@ -53,7 +54,7 @@ def sections(plan: StudyPlan, directory: Path, data: Data) -> list[str]:
 
 
 def study_sections(plan: StudyPlan, data: Data) -> list[str]:
-    """Returns what the report and the playbook's page show of a study."""
+    """Returns the sections that the study report and the playbook page share."""
     return [
         io.section("Gap over seeds", gap_figure(plan, data), arm_table(data)),
         io.section("Ranking", *ranking_section(plan, data)) if data["ranking"] else "",
@@ -67,7 +68,7 @@ def study_sections(plan: StudyPlan, data: Data) -> list[str]:
 
 
 def report_head(data: Data) -> list[str]:
-    """What is missing, the verdict, its scope, and what to do next."""
+    """Returns the missing runs, the verdict with its scope, notes, and the next steps."""
     lines = []
     runs = data["runs"]
     if not data["complete"]:
@@ -84,30 +85,30 @@ def report_head(data: Data) -> list[str]:
 
 
 def gap_figure(plan: StudyPlan, data: Data) -> str:
-    """Seeds as dots, the interval over them, and the margin."""
+    """Returns the forest plot: seeds as dots, the interval over them, and the margin."""
     rows = []
-    for place, arm in enumerate(data["arms"]):
+    for index, arm in enumerate(data["arms"]):
         if arm["kind"] == BASELINE:
             continue
-        found = arm["interval"] or {"mean": None, "low": None, "high": None}
+        interval = arm["interval"] or {"mean": None, "low": None, "high": None}
         dots = [(value, f"seed {seed}: {value:+.4f}") for seed, value in arm["gaps"].items()]
         diverged = sum(state["state"] == "diverged" for state in arm["states"].values())
         note = f"diverged in {diverged}" if diverged else ""
-        rows.append(ForestRow(arm["name"], dots, found["mean"], found["low"], found["high"], place, note))
+        rows.append(ForestRow(arm["name"], dots, interval["mean"], interval["low"], interval["high"], index, note))
     unit = "% of the baseline's loss" if plan.margin.relative else "nats a token"
-    near = [abs(v) for arm in data["arms"] if arm["kind"] != CONTROL for v in arm["gaps"].values()]
-    clip = 1.2 * max([AXIS_CLIP * plan.margin.value, *near])
+    candidate_gaps = [abs(v) for arm in data["arms"] if arm["kind"] != CONTROL for v in arm["gaps"].values()]
+    clip = 1.2 * max([AXIS_CLIP * plan.margin.value, *candidate_gaps])
     label = "gap of each arm over seeds"
-    drawn = io.forest_plot(rows, margin=plan.margin.value, x_label=f"gap, {unit}", label=label, clip=clip)
+    plot = io.forest_plot(rows, margin=plan.margin.value, x_label=f"gap, {unit}", label=label, clip=clip)
     note = (
         f"dots: seeds; diamond: mean; bar: 90% interval over all seeds; shaded: margin ±{plan.margin}; the verdict's "
         "interval is wider where looks and candidates share the 5%"
     )
-    return io.figure("Validation loss minus the baseline's, paired by seed", drawn, note)
+    return io.figure("Validation loss minus the baseline's, paired by seed", plot, note)
 
 
 def arm_summary_cells(arm: Data) -> tuple[str, str, str, str]:
-    """Verdict, mean loss, gap and number of seeds of an arm, as every table has them."""
+    """Returns verdict, mean loss, gap and number of seeds of an arm, the cells that all tables share."""
     losses = list(arm["final"].values())
     word = arm["verdict"]["word"] if arm.get("verdict") else "baseline"
     mean = f"{sum(losses) / len(losses):.4f}" if losses else ""
@@ -127,15 +128,16 @@ def arm_table(data: Data) -> str:
 
 
 def rank_rows(data: Data) -> list[tuple[str, ...]]:
-    """Place, arm, gap with its corrected interval, places that it may have, verdict and cost of each candidate."""
-    found = {arm["name"]: arm for arm in data["arms"]}
+    """Returns a row per candidate: rank, arm, gap with its corrected interval, possible ranks, verdict, cost and
+    execution."""
+    by_name = {arm["name"]: arm for arm in data["arms"]}
     return [
-        (str(place), row["arm"],
-         f"diverged in {row['diverged']}" if row["diverged"] else interval_text(row, found[row["arm"]]["unit"]),
+        (str(rank), row["arm"],
+         f"diverged in {row['diverged']}" if row["diverged"] else interval_text(row, by_name[row["arm"]]["unit"]),
          "{} to {}".format(*row["places"]) if row["low"] is not None else f"not known over {row['count']}",
-         found[row["arm"]]["verdict"]["word"], "" if row["cost"] is None else f"{row['cost']:.2f}x",
-         ", ".join(found[row["arm"]]["execution"]))
-        for place, row in enumerate(data["ranking"], 1)
+         by_name[row["arm"]]["verdict"]["word"], "" if row["cost"] is None else f"{row['cost']:.2f}x",
+         ", ".join(by_name[row["arm"]]["execution"]))
+        for rank, row in enumerate(data["ranking"], 1)
     ]  # fmt: skip
 
 
@@ -146,15 +148,15 @@ def rank_heads(data: Data) -> tuple[str, ...]:
 
 
 def ranking_section(plan: StudyPlan, data: Data) -> list[str]:
-    """The candidates in their order, and their gaps against what a step of theirs takes."""
-    places = {arm["name"]: place for place, arm in enumerate(data["arms"])}
+    """Returns the candidates sorted by gap, and the figure of gap against step time."""
+    colours = {arm["name"]: index for index, arm in enumerate(data["arms"])}
     series = []
     for row in (row for row in data["ranking"] if row["cost"] is not None and not row["diverged"]):
-        colour, name = places[row["arm"]], row["arm"]
+        colour, name = colours[row["arm"]], row["arm"]
         series.append(LineSeries("", [row["cost"]], [row["mean"]], colour, dots=True, label=name))
         if row["low"] is not None:
             series.append(LineSeries("", [row["cost"]] * 2, [row["low"], row["high"]], colour, faint=True))
-    drawn = io.line_chart(
+    chart = io.line_chart(
         series, Axes("step time over the baseline's", zero=True, clip=100), label="gap against cost",
         lines=[(plan.margin.value, f"margin +{plan.margin}")],
     )  # fmt: skip
@@ -163,45 +165,46 @@ def ranking_section(plan: StudyPlan, data: Data) -> list[str]:
         "differences to all others leave open, at a level that all pairs share. Step times are this machine's: "
         "emulated arithmetic, and runs that share a device, say nothing about hardware with 4-bit units."
     )
-    figure = io.figure(f"Gap, {plan.margin.unit}, against cost", drawn, "bars: the corrected interval")
+    figure = io.figure(f"Gap, {plan.margin.unit}, against cost", chart, "bars: the corrected interval")
     return [figure, io.html_table(rank_heads(data), rank_rows(data)), io.paragraph(note, soft=True)]
 
 
 def curve_figures(plan: StudyPlan, data: Data) -> list[str]:
-    """Loss, gap along the run, gap against tokens a parameter."""
-    series, apart = [], []
-    for place, arm in enumerate(data["arms"]):
+    """Returns the figures of the loss, and of the gap against tokens per parameter."""
+    series, gap_series = [], []
+    for index, arm in enumerate(data["arms"]):
         for curve in arm["curves"]:
             series.append(
-                LineSeries(arm["name"], curve["tokens"], curve["loss"], place, faint=curve["seed"] != plan.seeds[0])
+                LineSeries(arm["name"], curve["tokens"], curve["loss"], index, faint=curve["seed"] != plan.seeds[0])
             )
     shown = [arm for arm in data["arms"] if arm["gap_curve"] and arm["kind"] != CONTROL]
-    places = {arm["name"]: place for place, arm in enumerate(data["arms"])}
+    colours = {arm["name"]: index for index, arm in enumerate(data["arms"])}
     bands = []
     for arm in shown:
         seeds = sorted({point["seed"] for point in arm["gap_curve"]["points"]})
         for seed in seeds:
             points = [p for p in arm["gap_curve"]["points"] if p["seed"] == seed]
             xs, ys = [p["x"] for p in points], [p["y"] for p in points]
-            apart.append(LineSeries(arm["name"], xs, ys, places[arm["name"]], faint=True, dots=True))
+            gap_series.append(LineSeries(arm["name"], xs, ys, colours[arm["name"]], faint=True, dots=True))
         fit = arm["gap_curve"]["fit"]
         if fit:
-            apart.append(LineSeries(arm["name"], fit["x"], fit["y"], places[arm["name"]]))
+            gap_series.append(LineSeries(arm["name"], fit["x"], fit["y"], colours[arm["name"]]))
             if fit["low"]:
-                bands.append(ConfidenceBand(fit["x"], fit["low"], fit["high"], places[arm["name"]]))
+                bands.append(ConfidenceBand(fit["x"], fit["low"], fit["high"], colours[arm["name"]]))
     limits = [(plan.margin.value, f"margin +{plan.margin}")]
-    loss = io.line_chart(series, Axes("tokens"), label="training loss")
+    loss_chart = io.line_chart(series, Axes("tokens"), label="training loss")
     axes = Axes("tokens a parameter", zero=True, clip=97, log=True)
-    gap = io.line_chart(apart, axes, label="gap against tokens a parameter", bands=bands, lines=limits)
+    gap_chart = io.line_chart(gap_series, axes, label="gap against tokens a parameter", bands=bands, lines=limits)
     note = "dots: validations; line: a + b ln(tokens a parameter), fitted seed by seed; band: 90% over seeds"
     return [
-        io.figure("Training loss, nats a token", loss, "first seed strong, others faint; smoothed"),
-        io.figure(f"Gap along the run, {plan.margin.unit}, against tokens a parameter", gap, note),
+        io.figure("Training loss, nats a token", loss_chart, "first seed strong, others faint; smoothed"),
+        io.figure(f"Gap along the run, {plan.margin.unit}, against tokens a parameter", gap_chart, note),
     ]
 
 
 def control_summary(plan: StudyPlan, data: Data) -> list[str]:
-    """The noise floor, whether the broken recipes were seen, and how small a gap would have been."""
+    """Returns paragraphs on the noise floor, on whether the broken recipe and the shifted twin failed, and on the
+    detectable gap."""
     checks, lines = data["controls"], []
     if checks["noise_floor"] is not None:
         floor, twin = plan.margin.format_gap(checks["noise_floor"], ""), checks["twin"]
@@ -210,20 +213,20 @@ def control_summary(plan: StudyPlan, data: Data) -> list[str]:
             f"the twin: {twin['word']}, {twin['reason']}."
         )
     if checks["broken"] is not None:
-        seen = {True: "It was seen to fail, as it must.", False: "IT DID NOT FAIL: a PASS here would mean nothing.",
-                None: "Not judged yet: until it is, no candidate passes."}[checks["sensitive"]]  # fmt: skip
-        lines.append(f"Broken on purpose: {checks['broken']['reason']}. {seen}")
+        outcome = {True: "It was seen to fail, as it must.", False: "IT DID NOT FAIL: a PASS here would mean nothing.",
+                   None: "Not judged yet: until it is, no candidate passes."}[checks["sensitive"]]  # fmt: skip
+        lines.append(f"Broken on purpose: {checks['broken']['reason']}. {outcome}")
     if checks["near"] is not None:
-        seen = {True: "It was seen to fail, as it must.", False: "IT DID NOT FAIL: no candidate passes here.",
-                None: "Not judged yet: until it is, no candidate passes."}[checks["near_seen"]]  # fmt: skip
-        lines.append(f"Near the margin, the twin displaced by twice as much: {checks['near']['reason']}. {seen}")
+        outcome = {True: "It was seen to fail, as it must.", False: "IT DID NOT FAIL: no candidate passes here.",
+                   None: "Not judged yet: until it is, no candidate passes."}[checks["near_seen"]]  # fmt: skip
+        lines.append(f"Near the margin, the twin displaced by twice as much: {checks['near']['reason']}. {outcome}")
     if not lines:
         lines.append("This parity was run without controls: nothing shows that it would have seen a broken recipe.")
     return [io.paragraph(line) for line in (*lines, *(f"{line}." for line in data["sees"]))]
 
 
 def study_source_table(data: Data) -> str:
-    """Gap by source, arms side by side."""
+    """Returns the table of gaps by source of text, one column per arm."""
     arms = [arm for arm in data["arms"] if arm["by_source"]]
     names = sorted({name for arm in arms for name in arm["by_source"]})
     rows = [(name, *(interval_text(arm["by_source"].get(name), arm["unit"]) for arm in arms)) for name in names]
@@ -241,15 +244,16 @@ def token_table(data: Data) -> str:
     return io.html_table(("arm", "token overhead, % [90% over seeds]", "slope of the gap a factor e of tokens"), rows)
 
 
-def overhead_text(found: Data | None) -> str:
-    """The overhead, and how many seeds it leaves out, of which how many never came down to the baseline's curve."""
-    if found is None:
+def overhead_text(overhead: Data | None) -> str:
+    """Returns the token overhead as text, with the number of seeds that have one and of those that ended above the
+    baseline's whole curve."""
+    if overhead is None:
         return ""
-    interval = interval_text(found, "%") if found["count"] else "none to give"
-    if found["count"] == found["seeds"]:
+    interval = interval_text(overhead, "%") if overhead["count"] else "none to give"
+    if overhead["count"] == overhead["seeds"]:
         return interval
-    above = f"; {found['above']} ended above the baseline's whole curve" if found["above"] else ""
-    return f"{interval} ({found['count']} of {found['seeds']} seeds{above})"
+    above = f"; {overhead['above']} ended above the baseline's whole curve" if overhead["above"] else ""
+    return f"{interval} ({overhead['count']} of {overhead['seeds']} seeds{above})"
 
 
 def token_notes(data: Data) -> list[str]:
@@ -270,20 +274,20 @@ COST_NOTE = (
 
 def study_cost_table(data: Data) -> str:
     rows = []
-    first = next((arm["cost"] for arm in data["arms"] if arm["kind"] == BASELINE), None)
+    baseline = next((arm["cost"] for arm in data["arms"] if arm["kind"] == BASELINE), None)
     for arm in data["arms"]:
         if arm["cost"] is None:
             continue
-        faster = speed_text(first, arm["cost"])
+        speed = speed_text(baseline, arm["cost"])
         rows.append((arm["name"], ", ".join(arm["execution"]), f"{1000 * arm['cost']['step_time_s']:.0f} ms",
-                     f"{arm['cost']['tokens_per_s_per_device']:,.0f}", faster))  # fmt: skip
+                     f"{arm['cost']['tokens_per_s_per_device']:,.0f}", speed))  # fmt: skip
     return io.html_table(("arm", "runs", "step", "tokens/s a device", "speed against the baseline"), rows)
 
 
 def speed_text(baseline: Data | None, cost: Data) -> str:
-    """Mean, lowest and highest ratio of step times over the seeds that both have; one seed has no spread."""
-    base, mine = ((c or {}).get("step_time_by_seed", {}) for c in (baseline, cost))
-    ratios = [base[seed] / mine[seed] for seed in mine if seed in base]
+    """Returns mean, minimum and maximum of the baseline's step time over the arm's, over the seeds that both have."""
+    baseline_times, times = ((entry or {}).get("step_time_by_seed", {}) for entry in (baseline, cost))
+    ratios = [baseline_times[seed] / times[seed] for seed in times if seed in baseline_times]
     if not ratios:
         return ""
     mean = f"{sum(ratios) / len(ratios):.2f}x"
@@ -292,23 +296,24 @@ def speed_text(baseline: Data | None, cost: Data) -> str:
 
 def method_section(plan: StudyPlan) -> list[str]:
     looks, levels = plan.looks, alpha_spending(plan.looks)
-    spent = ", ".join(f"{100 * level:.2g}% after {count} seeds" for count, level in zip(looks, levels, strict=True))
-    many = len(plan.of_kind(CANDIDATE))
-    words = (
+    spending = ", ".join(f"{100 * level:.2g}% after {count} seeds" for count, level in zip(looks, levels, strict=True))
+    num_candidates = len(plan.of_kind(CANDIDATE))
+    text = (
         f"Outcome: {plan.to_json()['outcome']}. The margin ±{plan.margin} was written into plan.json on "
         f"{plan.written}, before the first step. In each seed all arms share initialisation, data order, batches and "
         "schedule; only precision differs. The interval is Student's over the paired differences of seeds, never "
         "within a run. PASS: the interval lies inside the margin. FAIL: wholly beyond it. A wrong PASS has probability "
-        f"5% at most in the whole study: the plan fixed its looks ({spent}) and its candidates ({many}; Holm: the "
-        f"first to pass needs a level {many} times smaller, the next less; a FAIL is each candidate's own, at "
+        f"5% at most in the whole study: the plan fixed its looks ({spending}) and its candidates ({num_candidates}; "
+        f"Holm: the first to pass needs a level {num_candidates} times smaller, the next less; a FAIL is each "
+        "candidate's own, at "
         f"{FAIL_SHARE:g} of the look's level). Seeds that were added later are shown and count in no verdict. Noise "
         "that is skewed over seeds costs more (docs/parity.md)."
     )
-    return [io.paragraph(words)]
+    return [io.paragraph(text)]
 
 
 def study_markdown(plan: StudyPlan, data: Data) -> str:
-    """A summary for a pull request or a mail."""
+    """Returns the summary in Markdown, for a pull request or an e-mail."""
     unit = data["arms"][0]["unit"]
     lines = [f"# {study_title(plan)}", ""]
     if not data["complete"]:
