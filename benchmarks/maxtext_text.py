@@ -15,9 +15,8 @@ from pathlib import Path
 PLAN = Path(__file__).parents[1] / "docs/evidence/maxtext/plan.json"
 CHARACTERS, VOCABULARY = 3_000_000, 2048
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-LAUNCH = """import sys; from absl import app; from halfbyte.integrations import maxtext
-maxtext.install(recipe={recipe!r}, seed={seed!r})
-from maxtext.trainers.pre_train import train; app.run(train.main, argv=['train', *sys.argv[1:]])"""
+LAUNCH = """import sys; from halfbyte.integrations import maxtext; maxtext.install(recipe={recipe!r}, seed={seed!r})
+from absl import app; from maxtext.trainers.pre_train import train; app.run(train.main, ['train', *sys.argv[1:]])"""
 
 
 def prepare(corpus, folder):
@@ -40,6 +39,7 @@ def prepare(corpus, folder):
 
 
 def main(corpus, folder):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE"}
     folder, plan, losses = Path(folder).resolve(), json.loads(PLAN.read_text()), {}
     if not folder.exists():
         prepare(corpus, folder)
@@ -49,10 +49,8 @@ def main(corpus, folder):
             words = f"{plan['arguments']} {arm.get('arguments', '')} run_name={name} base_output_directory={folder} "
             words += f"metrics_file={part} grain_train_files={folder}/text.parquet tokenizer_path={folder}/tokenizer"
             launch = LAUNCH.format(recipe=arm.get("recipe"), seed=arm.get("seed"))
-            env = os.environ | {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE"}
-            subprocess.run(
-                [sys.executable, "-c", launch, "src/maxtext/configs/base.yml", *words.split()], env=env, check=True
-            )
+            command = [sys.executable, "-c", launch, "src/maxtext/configs/base.yml", *words.split()]
+            subprocess.run(command, env=env, check=True)
             part.rename(metrics)
         losses[name] = [round(json.loads(row)["learning/loss"], 5) for row in metrics.read_text().splitlines()]
         (PLAN.parent / "losses.json").write_text(json.dumps(losses).replace("], ", "],\n") + "\n")
