@@ -3,8 +3,9 @@
     python3 tests/integrations/maxtext_matrix.py [NAME ...]      names: see CASES; 8 devices where a name says so
 
 A line holds which dots were replaced (path -> executions), how many were left, the number of keys that reached dots and
-of different ones, the number of dots whose result was compared with `hb.qdot` of the recorded operands and of those
-with equal bits, the gradient norms and losses. `--markdown FILE` prints the lines of a file as a table.
+of different ones, for y, dx and dw the number of dots whose bits are those of `hb.qdot` of the recorded operands, the
+largest relative distance of the others, the gradient norms and losses. `--markdown FILE` prints the lines of a file as
+a table.
 """
 
 import collections
