@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from halfbyte.cli.compare import draw_curves, short_names, speed_up
+from halfbyte.cli.compare import draw_curves, speed_up
+from halfbyte.cli.compare_runs import short_names
 from halfbyte.cli.main import main
 from halfbyte.evaluation.loss_curves import MetricCurve
 from halfbyte.train.run_identity import RunIdentity, save_identity

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from halfbyte.cli.compare_runs import judge_seeds, load_runs, print_verdicts, read_config
 from halfbyte.cli.console import EXIT_BAD_INPUT, EXIT_OK, CommandResult, console, print_line, rich_table
 from halfbyte.cli.eval import EVALUATIONS, cell
 from halfbyte.io import atomic_write, check_int, validated_output_path
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 
 MAX_STEP_TIMES = 4096  # step times that a spread is drawn from, evenly over a longer run
 MAX_POINTS = 1000  # of a drawn line, evenly over a longer run
-NO_CONTROLS = (
-    "without controls: no twin of the baseline and no recipe that is broken on purpose ran, so nothing shows that "
-    "these runs would reveal a broken recipe; the margin was not written down before the first step"
-)
 LABEL = "loss, difference and speed over tokens"  # by which `compare` knows a picture of its own
 
 
@@ -56,7 +53,7 @@ class Args:
 
 def run(args: Args) -> CommandResult:
     from halfbyte.evaluation import loss_curves
-    from halfbyte.study.arms import ComparedRun, pair_up, read_provenance
+    from halfbyte.study.arms import pair_up
 
     if len(args.runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(args.runs)}; the first is the baseline")
@@ -66,25 +63,9 @@ def run(args: Args) -> CommandResult:
         raise ValueError(f"--out {args.out}: compare writes SVG only; use --out {out.with_suffix('.svg')}")
     if out and out.exists() and LABEL not in out.read_text("utf-8", "replace")[:1000]:
         raise ValueError(f"--out {args.out}: exists and is no picture of `halfbyte compare`; give another --out")
-    seeds = [list(map(Path, text.split(",") if not Path(text).exists() else [text])) for text in args.runs]
-    folders = [path for group in seeds for path in group]
-    labels = short_names(folders)  # a run that is given twice has two
-    names = dict(zip(folders, labels, strict=True))
-    maxtext = {folder for folder in names if loss_curves.is_maxtext_run(folder)}
-    loaded = [loss_curves.read_curve(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    runs = load_runs(args.runs)
+    loaded, folders = [run.curve for run in runs], [run.folder for run in runs]
     width = loss_curves.default_smoothing_width(max(len(curve.rows) for curve in loaded))
-    configs = [
-        {"recipe": names[group[0]], "seed": seed} if folder in maxtext else read_config(folder)
-        for group in seeds
-        for seed, folder in enumerate(group)
-    ]
-    if any(len(group) > 1 for group in seeds) and maxtext != names.keys():
-        raise ValueError("runs joined by commas are seeds of MaxText runs; the config of a Halfbyte run holds its seed")
-    found = zip(loaded, folders, configs, strict=True)
-    runs = [
-        ComparedRun(curve.name, folder, config, curve, {} if folder in maxtext else read_provenance(folder, config))
-        for curve, folder, config in found
-    ]
     arms = pair_up(runs, last=args.last or None)
     pairs = {pair.run.name: pair for arm in arms for pair in arm.pairs}
     data: dict[str, Any] = {
@@ -92,17 +73,14 @@ def run(args: Args) -> CommandResult:
         "smooth": width,
         "runs": [summarise_run(run, pairs.get(run.name), args) for run in runs],
         "arms": [arm_summary(arm) for arm in arms],
-        "verdicts": judge_seeds(arms, args.margin) if any(len(group) > 1 for group in seeds) else [],
+        "verdicts": judge_seeds(arms, args.margin) if len(runs) > len(args.runs) else [],
         "config": differing_fields(folders),
         "evaluations": evaluations(folders),
     }
     screen = console()
     print_summary(screen, data["runs"])
     print_arms(screen, data["arms"], data["runs"][0]["name"])
-    for verdict in data["verdicts"]:
-        screen.print(f"{verdict['word']} {verdict['arm']}: {verdict['reason']}", markup=False)
-    if data["verdicts"]:
-        screen.print(NO_CONTROLS, markup=False)
+    print_verdicts(screen, data["verdicts"])
     baselines = {name: pair.baseline.curve for name, pair in pairs.items() if pair.baseline}
     print_plots(screen, loaded, width, baselines)
     print_fields(screen, "evaluations", data["evaluations"], loaded)
@@ -113,15 +91,6 @@ def run(args: Args) -> CommandResult:
         print_line(f"picture: {out}")
     foreign = any(pair.has_other_provenance for pair in pairs.values())
     return CommandResult({**data, "picture": str(out) if out else None}, EXIT_BAD_INPUT if foreign else EXIT_OK)
-
-
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path, or as many parts as tell the runs apart."""
-    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
-        names = ["/".join(folder.parts[-parts:]) for folder in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{folder} ({number})" for number, folder in enumerate(folders, 1)]
 
 
 def summarise_run(run: "ComparedRun", pair: "SeedPair | None", args: Args) -> dict[str, Any]:
@@ -189,38 +158,12 @@ def arm_summary(arm: "PairedArm") -> dict[str, Any]:
     }
 
 
-def judge_seeds(arms: "Sequence[PairedArm]", margin: str) -> list[dict[str, Any]]:
-    """Returns the verdict of each arm over its seeds, as `halfbyte parity` at one look, without controls."""
-    from halfbyte.study.equivalence_test import judge_arm, parse_margin
-
-    found, allowed = [], parse_margin(margin)
-    for arm in arms:
-        over = [pair for pair in arm.pairs if pair.baseline and math.isfinite(pair.baseline.curve.loss[-1])]
-        ended = [pair for pair in over if math.isfinite(pair.run.curve.loss[-1])]
-        diverged = len(over) - len(ended)
-        gaps = {
-            pair.run.seed: 100 * pair.gap.relative if allowed.relative else pair.gap.value
-            for pair in ended
-            if pair.gap is not None
-        }
-        verdict = judge_arm(arm.name, gaps, allowed, diverged=diverged, share=len(arms))
-        found.append({"arm": arm.name, "word": verdict.word.value, "reason": verdict.reason, "margin": margin})
-    return found
-
-
 def same_work(curve: "MetricCurve", baseline: "MetricCurve") -> bool:
     """Whether both runs take as many tokens a step, so that step times compare."""
     from halfbyte.evaluation.loss_curves import median
 
     a, b = (median(c.tokens / c.steps) for c in (curve, baseline))
     return bool(a == b)
-
-
-def read_config(folder: Path) -> Mapping[str, Any]:
-    """The fields of a run's config, as it wrote them; none of a folder that holds metrics alone."""
-    from halfbyte.train.run_directory import open_run_directory
-
-    return open_run_directory(folder).values if (folder / "config.json").exists() else {}
 
 
 def device_of(folder: Path) -> str | None:

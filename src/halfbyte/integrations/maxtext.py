@@ -1,6 +1,6 @@
 """Halfbyte's recipes in MaxText's trainer, of which no file changes.
 
-    python3 -m halfbyte.integrations.maxtext base.yml quantization=te_nvfp4 ...
+    python3 -m halfbyte.integrations.maxtext src/maxtext/configs/base.yml quantization=te_nvfp4 ...
 
 is `python3 -m maxtext.trainers.pre_train.train` with every value `te_*` of `quantization` served by the recipe of that
 name. `halfbyte_recipe=` (a name, or FILE.py:NAME) and `halfbyte_policy=` are taken out of the arguments. In a launcher
@@ -51,10 +51,10 @@ SIGNATURES = {  # of MaxText 0.2.5
 }  # fmt: skip
 PLACE = "halfbyte_step_and_microbatch"  # int32[batch, 2] in the batch
 OPTIONS = ("halfbyte_recipe", "halfbyte_policy")
-OTHER_POLICY = (
-    "MaxText's own te_* recipes also quantize the attention projections (halfbyte_policy=all_linear); the default "
-    "policy here is mlp, as in the published NVFP4 runs"
-)
+OTHER_POLICY = """\
+  MaxText's own te_* recipes also quantize the attention projections
+  (halfbyte_policy=all_linear); the default policy here is mlp, as in the
+  published NVFP4 runs"""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def summarize_report(report: RewriteReport, name: str, policy: str) -> str:
     lines = [f"  {where} x{count}: {outcome}" for (_, where, outcome), count in sorted(groups.items())]
     if not report.replaced:
         lines.append("  NO DOT RUNS IN THE RECIPE: this model trains in MaxText's own precision")
-    return "\n".join([head, *lines, f"  {OTHER_POLICY}"])
+    return "\n".join([head, *lines, OTHER_POLICY])
 
 
 def _without_path(reason: str) -> str:
