@@ -14,8 +14,9 @@ from halfbyte.cli.main import main
 from halfbyte.cli.train import parse
 from halfbyte.devices import device_by_name
 from halfbyte.io import dataclass_json
-from halfbyte.plan import make_cluster, parse_tokens, place_run
+from halfbyte.plan import evaluate_plan, make_cluster, parse_tokens, place_run, profile_from_config
 from halfbyte.plan.cluster_model import axes_across_racks, layout_error
+from halfbyte.plan.plan_outcome import break_even_overhead
 from halfbyte.plan.step_placement import REMAT_LINEARS
 from halfbyte.recipes import recipe
 from halfbyte.study.arms import Arm
@@ -260,6 +261,7 @@ def test_impossible_questions_are_one_paragraph(capfd, flags, said):
 @pytest.mark.parametrize("name, count, rack", [
     ("gb300", 128, 64), ("gb300", 8192, 64), ("gb300", 72, 72), ("gb300", 144, 72), ("gb200", 8, 8), ("h200", 64, 8),
     ("h200", 1, 1),
+    ("gb300", 576, 64),  # nine racks of 64 rather than eight of 72: meshes have powers of two
 ])  # fmt: skip
 def test_racks(name, count, rack):
     found = make_cluster(device_by_name(name), count)
@@ -279,6 +281,19 @@ def test_an_axis_that_leaves_a_rack_crosses_it():
     on = make_cluster(device_by_name("gb300"), 128)
     assert axes_across_racks("fsdp=128", on) == axes_across_racks("dcn.fsdp=2,fsdp=64", on) == {"fsdp": (64, 2)}
     assert axes_across_racks("dcn.data=2,fsdp=16,tensor=4", on) == {"data": (1, 2), "fsdp": (16, 1), "tensor": (4, 1)}
+
+
+def test_needed_tokens_are_a_ratio_of_both_overheads():
+    """bf16 needs 1.25x of the tokens of the baseline, fp8 1.5x: fp8 needs 1.2x of those of bf16 and no 25% more."""
+    on = make_cluster(device_by_name("h200"), 8)
+    config, _ = place_run(run_config("llama3-8b"), on)
+    fp8, bf16 = (
+        evaluate_plan(each, on, profile_from_config(each, on))
+        for each in (dataclasses.replace(config, recipe=name) for name in ("fp8", "bf16"))
+    )
+    (row,) = break_even_overhead(fp8, [fp8, bf16], {("fp8", config.policy): 0.5, ("bf16", config.policy): 0.25})
+    assert row["needs_more_tokens"] == pytest.approx(0.2)
+    assert row["gain"] is (bf16.shared.seconds / fp8.shared.seconds > 1.2)
 
 
 def test_every_recipe_is_looked_up_before_the_first_is_compiled(capfd, monkeypatch):
