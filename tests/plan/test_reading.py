@@ -4,7 +4,6 @@ import dataclasses
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
@@ -51,11 +50,7 @@ def eight():
 def test_memory_by_category_adds_up(eight):
     weights = 4 * 8 * 8 * 4
     config = dataclasses.replace(eight[0], model=dataclasses.replace(eight[0].model, layers=4))
-    found = SimpleNamespace(
-        argument_size_in_bytes=3 * weights, temp_size_in_bytes=10_000, output_size_in_bytes=3 * weights,
-        alias_size_in_bytes=3 * weights,
-    )  # fmt: skip
-    parts = _memory(found, parse_hlo(STEP), config, weights=weights, state=3 * weights)
+    parts = _memory(3 * weights + 10_000, parse_hlo(STEP), config, weights=weights, state=3 * weights)
     assert sum(parts.values()) == 3 * weights + 10_000
     assert (parts["weights"], parts["optimizer"], parts["gradients"]) == (weights, 2 * weights, weights)
     assert (parts["residuals"], parts["workspace"]) == (2 * 4 * 64 * 8, 100)  # the stack that is no parameter

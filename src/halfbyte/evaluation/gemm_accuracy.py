@@ -129,18 +129,15 @@ def run_linear_gemms(
 def reference_weight_operands(given: LinearCapture) -> dict[str, Operand]:
     """The weight's operands as the definition in `ops` makes them, before they are packed: the block-dequantized
     array must equal its codes. Nothing of a weight that was quantized before, or of one in bf16."""
-    policies = {role: getattr(given.recipe, role) for role in WEIGHT_ROLES}
-    roles = [
-        role for role, policy in policies.items() if policy.format.quantized and policy.source != "requantize_forward"
-    ]
     if isinstance(given.weight, QWeight):
         return {}
-    asked = [operand_spec(given.recipe, role, given.key) for role in roles]
-    axes = [ROLE_TENSOR_AXIS[role][1] for role in roles]
-    made = XLA_PASSES.quantize(
-        given.w, [dataclasses.replace(a, axis=axis) for a, axis in zip(asked, axes, strict=True)]
-    )
-    return dict(zip(roles, made, strict=True))
+    policies = {role: getattr(given.recipe, role) for role in WEIGHT_ROLES}
+    specs = {
+        role: dataclasses.replace(operand_spec(given.recipe, role, given.key), axis=ROLE_TENSOR_AXIS[role][1])
+        for role, policy in policies.items()
+        if policy.format.quantized and policy.source != "requantize_forward"
+    }
+    return dict(zip(specs, XLA_PASSES.quantize(given.w, list(specs.values())), strict=True))
 
 
 def mismatch_fraction(found: Operand, right: reference_operands.ReferenceOperand) -> jax.Array:
@@ -212,19 +209,15 @@ def _judged(
     also: Mapping[str, Operand], *, rows: jax.Array | None = None,
 ) -> dict[str, dict[str, jax.Array]]:  # fmt: skip
     """`judge_linear` of given operands and results; `also` are further operands, `rows` those that are not zeros."""
-    right, plain = (
-        reference_operands.compute_reference_operands(given),
-        reference_operands.compute_reference_operands(dataclasses.replace(given, recipe=BF16_RECIPE)),
-    )
+    right = reference_operands.compute_reference_operands(given)
+    plain = reference_operands.compute_reference_operands(dataclasses.replace(given, recipe=BF16_RECIPE))
     wrong = {role: mismatch_fraction(found[role], right[role]) for role in right}
     for role, made in also.items():
         wrong[role] = jnp.maximum(wrong[role], mismatch_fraction(made, right[role]))
     told = {}
     for gemm, q in results.items():
-        expected, b = (
-            reference_operands.reference_result(gemm, right),
-            reference_operands.reference_result(gemm, plain).values,
-        )
+        expected = reference_operands.reference_result(gemm, right)
+        b = reference_operands.reference_result(gemm, plain).values
         by_recipe = gain_and_snr(expected.values, b)
         same = {"recipe_gain": by_recipe["gain"], "recipe_snr_db": by_recipe["snr_db"]}
         error = jnp.max(_absolute_error(q, expected) / jnp.maximum(expected.tolerance, 1e-37))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from halfbyte.io import TimelineBox, figure, html_page, html_table, notice_box, paragraph, section, timeline_chart
-from halfbyte.plan.plan_outcome import PlanOutcome
+from halfbyte.plan.plan_outcome import GIB, PlanOutcome
 from halfbyte.plan.simulator import TimelineLoop, TimelineSpan
 
 MEMORY_CATEGORIES = ("weights", "optimizer", "gradients", "residuals", "activations", "workspace")
@@ -24,7 +24,6 @@ CATEGORY_COLOURS = {
 PLAN_COLUMNS = ("recipe", "fits", "GiB", "step s", "queued s", "TFLOP/s", "tokens/s", "MFU", "exposed s", "vs")
 LONGEST_COLUMNS = ("what", "for", "source", "ms a step")
 SENT = ("collective", "over", "dtype", "link", "times", "GB", "ms alone", "hidden by")
-GIB = 2**30
 
 
 def plan_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
