@@ -310,6 +310,21 @@ def test_a_search_ranks_layouts_and_says_where_the_preset_is(capfd):
     assert "the preset's layout is not compiled" in " ".join(err.split()) and data["ranked"] == 0  # all are bounds
 
 
+def test_longest_events_are_rows_of_a_terminal_of_80_columns(capfd, monkeypatch):
+    """A compiled step names functions of sixty characters: a row has file and line, and its time on its first line."""
+    source = "kernels/blackwell_grouped_gemm.py:131:mlp_with_stacked_residuals.<locals>.products"
+    rows = [{"what": what, "purpose": "attention linears", "source": source, "seconds": 0.5}
+            for what in ("gemm fp8", "attention backward", "exposed communication")]  # fmt: skip
+    monkeypatch.setattr(importlib.import_module("halfbyte.plan.plan_outcome"), "longest_events", lambda found: rows)
+    monkeypatch.setattr(importlib.import_module("halfbyte.cli.console"), "PIPED_WIDTH", 80)
+    assert main(["plan", "llama3-8b", "--device", "h200", "--count", "8", "--recipe", "fp8"]) == 0
+    table = capfd.readouterr().out.partition("what takes longest")[2].splitlines()
+    for row in rows:
+        (line,) = (line for line in table if line.strip().startswith(row["what"]))
+        assert line.split()[-1] == "500.0" and len(line) <= 80
+    assert "locals" not in "".join(table)
+
+
 DEMO = run_config("demo")
 RULES = "all_linear; layers[-1:]=bf16"
 

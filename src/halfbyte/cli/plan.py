@@ -182,8 +182,10 @@ def _show(data: Mapping[str, Any]) -> None:
         for words in (*row["problems"], *row["remarks"]):
             print_paragraph(f"  {words}")
     first = next(iter(data["recipes"].values()))
-    longest = map(plan_report.longest_row, first["most_expensive"])
-    print_table(plan_report.LONGEST_COLUMNS, longest, title="what takes longest")
+    # File and line: functions are in the page. A table that were transposed for its width would have ten columns.
+    longest = [{**row, "source": ":".join(row["source"].split(":")[:2])} for row in first["most_expensive"]]
+    rows = map(plan_report.longest_row, longest)
+    console().print(rich_table(plan_report.LONGEST_COLUMNS, rows, title="what takes longest", numbers=3))
     for name, each in data.get("budget", {}).items():
         worth = f"(a percent of step time is worth {(each['cost'] or 0) / 100:,.0f})"
         cost = f", cost {each['cost']:,.0f} in the unit of --price {worth}" if each["cost"] else ""
