@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import importlib
 import json
+import re
 import shlex
 import time
 from dataclasses import asdict
@@ -172,7 +173,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
     (said,) = row["problems"]
     over = (row["memory"]["total"] - row["memory"]["limit"]) / 2**30
     assert code == 3 and not row["fits"]
-    assert f"{over:.1f} GiB too much" in said and "FSDP alone fits no larger --count" in said
+    assert f"{over:.1f} GiB too much" in said and "take more and --mesh ...,tensor=4" in said
 
 
 def test_what_cannot_fit_is_not_compiled_and_names_the_least_count(capfd, monkeypatch):
@@ -192,6 +193,19 @@ def test_what_cannot_fit_is_not_compiled_and_names_the_least_count(capfd, monkey
     assert state == pytest.approx(567, abs=1) and not row["compiled"]
     assert "--count 64 --batch 64 --remat full is the least that fits" in row["problems"][0]
     assert "every program of this run needs more memory" in " ".join(err.split())
+
+
+def test_what_fsdp_cannot_fit_names_a_mesh_that_fits(capfd):
+    """405B in FP8 on 1,024 H100: shards over more than 256 are smaller than a tile, so that more devices do not help.
+    Oracle: the command's own answer to the flags that it names."""
+    asked = "llama3.1-405b", "--device", "h100", "--count", "1024", "--recipe", "fp8"
+    code, data, _ = plan(capfd, *asked)
+    flags = re.search(
+        r"by shapes (--mesh \S+ --batch \d+ --remat full) fits these", data["recipes"]["fp8"]["problems"][0]
+    )
+    assert code == 3 and "tensor=" in flags[1]
+    code, data, _ = plan(capfd, *asked, *flags[1].split())
+    assert code == 0 and data["recipes"]["fp8"]["fits"]
 
 
 def test_first_line_says_that_nothing_was_compiled(capfd):
@@ -310,12 +324,22 @@ def test_a_search_ranks_layouts_and_says_where_the_preset_is(capfd):
     assert "the preset's layout is not compiled" in " ".join(err.split()) and data["ranked"] == 0  # all are bounds
 
 
+def test_layouts_are_legible_in_80_columns(capfd, monkeypatch):
+    """Nothing is cut: each number, dtype and remat in full, a mesh over two lines."""
+    monkeypatch.setattr(importlib.import_module("halfbyte.cli.console"), "PIPED_WIDTH", 80)
+    code = main(["plan", "llama3-8b", "--device", "gb300", "--count", "128", "--layers", "2", "--search"])
+    table = capfd.readouterr().out.partition("layouts, batch")[2].partition("the preset's")[0]
+    assert code == 0 and "…" not in table and max(map(len, table.splitlines())) <= 80
+    assert {"bfloat16", "float32", "none"} <= set(table.split()) and "fsdp=64" in table
+    assert re.search(r"^ \d+\.\d{3} ", table, re.MULTILINE)
+
+
 def test_longest_events_are_rows_of_a_terminal_of_80_columns(capfd, monkeypatch):
     """A compiled step names functions of sixty characters: a row has file and line, and its time on its first line."""
     source = "kernels/blackwell_grouped_gemm.py:131:mlp_with_stacked_residuals.<locals>.products"
     rows = [{"what": what, "purpose": "attention linears", "source": source, "seconds": 0.5}
             for what in ("gemm fp8", "attention backward", "exposed communication")]  # fmt: skip
-    monkeypatch.setattr(importlib.import_module("halfbyte.plan.plan_outcome"), "longest_events", lambda found: rows)
+    monkeypatch.setattr(importlib.import_module("halfbyte.plan.plan_report"), "longest_events", lambda found: rows)
     monkeypatch.setattr(importlib.import_module("halfbyte.cli.console"), "PIPED_WIDTH", 80)
     assert main(["plan", "llama3-8b", "--device", "h200", "--count", "8", "--recipe", "fp8"]) == 0
     table = capfd.readouterr().out.partition("what takes longest")[2].splitlines()
