@@ -185,7 +185,9 @@ def _show(data: Mapping[str, Any]) -> None:
     # File and line: functions are in the page. A table that were transposed for its width would have ten columns.
     longest = [{**row, "source": ":".join(row["source"].split(":")[:2])} for row in first["most_expensive"]]
     cells = map(plan_report.longest_row, longest)
-    console().print(rich_table(plan_report.LONGEST_COLUMNS, cells, title="what takes longest", numbers=3))
+    table = rich_table(plan_report.LONGEST_COLUMNS, cells, title="what takes longest", numbers=3)
+    table.columns[2].overflow = "fold"  # a path has no spaces to wrap at
+    console().print(table)
     for name, each in data.get("budget", {}).items():
         worth = f"(a percent of step time is worth {(each['cost'] or 0) / 100:,.0f})"
         cost = f", cost {each['cost']:,.0f} in the unit of --price {worth}" if each["cost"] else ""

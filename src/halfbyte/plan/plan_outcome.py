@@ -167,7 +167,7 @@ def _smallest_count(plan: PlanOutcome) -> str:
             with contextlib.suppress(ValueError):
                 placed, _ = place_run(lean, make_cluster(device, count))
                 if fits(placed, count):
-                    return f"; by shapes --count {count} --batch {placed.batch} --remat full is the least that fits"
+                    return f"; by shapes --count {count} --batch {placed.batch} --remat full is the next that fits"
     for tensor in (size for size in (2, 4, 8) if cluster.rack % size == 0):
         shape = {f"{DCN}fsdp": cluster.count // cluster.rack, "fsdp": cluster.rack // tensor, "tensor": tensor}
         sharded = replace(plan.config, remat="full", mesh=mesh_to_text(shape))
