@@ -163,13 +163,8 @@ def plan_html(title: str, data: Mapping[str, Any], plans: Mapping[str, PlanOutco
     recipes = data["recipes"]
     parts = [notice_box(f"{name}: {problem}") for name in recipes for problem in recipes[name]["problems"]]
     parts += [paragraph(f"{name}: {remark}", soft=True) for name in recipes for remark in recipes[name]["remarks"]]
-    parts.append(
-        section(
-            "Recipes",
-            html_table(PLAN_COLUMNS, [plan_cells(name, row) for name, row in recipes.items()]),
-            paragraph(data["band"]),
-        )
-    )
+    table = html_table(PLAN_COLUMNS, [plan_cells(name, row) for name, row in recipes.items()])
+    parts.append(section("Recipes", table, paragraph(data["band"])))
     parts.append(section("Memory of a device", figure("GiB", memory_bars(recipes))))
     for name, plan in plans.items():
         row = recipes[name]
@@ -180,20 +175,15 @@ def plan_html(title: str, data: Mapping[str, Any], plans: Mapping[str, PlanOutco
             html_table(SENT, map(_collective, row["collectives"][:12])),
         ))  # fmt: skip
     if "budget" in data:
-        rows = [
-            (
-                name,
-                "{:.1f} ({:.1f} to {:.1f})".format(b["days"], *b["days_band"]),
-                *(f"{b[key]:,.0f}" if b[key] else "-" for key in ("cost", "megawatt_hours_at_most")),
-            )
-            for name, b in data["budget"].items()
-        ]
-        parts.append(
-            section(
-                "Budget", html_table(("recipe", "days", "cost in the unit of --price", "MWh of GPUs at most"), rows)
-            )
-        )
+        columns = ("recipe", "days", "cost in the unit of --price", "MWh of GPUs at most")
+        parts.append(section("Budget", html_table(columns, [budget_cells(*row) for row in data["budget"].items()])))
     return html_page(title, parts)
+
+
+def budget_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The budget of one recipe as a row of its table."""
+    days = "{:.1f} ({:.1f} to {:.1f})".format(row["days"], *row["days_band"])
+    return name, days, *(f"{row[key]:,.0f}" if row[key] else "-" for key in ("cost", "megawatt_hours_at_most"))
 
 
 def longest_row(row: Mapping[str, Any]) -> tuple[str, ...]:
