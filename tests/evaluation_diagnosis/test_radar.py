@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import re
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -93,6 +94,9 @@ def test_healthy_runs_of_any_look_raise_no_alarm_and_a_wrong_scale_does_that_cha
     assert [text.split(":")[0] for text in alarms] == ["fprop", "dgrad", "wgrad"]
 
 
+ROOT = Path(__file__).parents[2]
+
+
 @pytest.fixture(scope="module")
 def linear():
     """x, w and gradients of 1e-6, as a run has them."""
@@ -110,7 +114,7 @@ def right(linear):
 @pytest.mark.slow(fast_cases=["demo-nvfp4-mlp"])
 @pytest.mark.parametrize("kind", HEALTHY_MODELS, ids="-".join)
 def test_healthy_models_raise_no_alarm(kind):
-    """Three looks at each of twenty models; docs/evidence/radar_healthy.json has fifty."""
+    """Three looks at each of twenty models; docs/evidence/radar_healthy.json has more."""
     config = tiny_config(*kind)
     radar = RadarProbe(config, resolve_policy(config.model, config.policy, recipe(config.recipe)), None)
     init = jax.jit(lambda key: models.init(config.model, key))
@@ -119,6 +123,21 @@ def test_healthy_models_raise_no_alarm(kind):
             radar.gemms(init(jax.random.key(seed)), batch_of(seed, rows=2), microbatch_key(seed, seed))
         )
         assert gemms and not alarms and not radar.bits(seed, seed)["alarm"]
+
+
+def test_page_states_false_alarms_of_the_evidence():
+    """Oracle: the recorded looks, and the bound that no alarm in n looks leaves at 5%: 1 - 0.05^(1/n)."""
+    found = json.loads((ROOT / "docs/evidence/radar_healthy.json").read_text())
+    rows, looks = found["models"], found["looks"]
+    assert set(rows) <= {" ".join(kind) for kind in HEALTHY_MODELS}
+    assert looks == sum(row["looks"] for row in rows.values())
+    assert found["alarms"] == sum(len(row["alarms"]) for row in rows.values())
+    page = " ".join((ROOT / "docs/radar.md").read_text().split())
+    said = f"**False alarms**: {found['alarms']} in {looks:,} looks at {len(rows)} healthy models"
+    assert f"{said} (one-sided 95% bound {100 * (1 - 0.05 ** (1 / looks)):.2f}%;" in page
+    nearest = max(row["largest_correlation_over_limit"] for row in rows.values())
+    furthest = max(row["largest_deviation_of_a_mean_gain"] for row in rows.values())
+    assert f"correlation was {nearest:.2f} of its threshold" in page and f"from 1 differed by {furthest:.1e}." in page
 
 
 OF_A_WEIGHT = {"weights with 30% of the neighbour row", "the neighbour's tile scale", "16 columns left unquantized"}

@@ -90,6 +90,6 @@ def test_faults_in_operands_of_experts_are_seen_in_a_running_model(moment, monke
     assert len(gemms) == 6 * 4 and {g["site"] for g in gemms} == SITES
     assert all(g["gain"] == pytest.approx(g["recipe_gain"], abs=2e-3) for g in gemms)
     planted.now, telemetry = "healthy", Telemetry(1, tmp_path)
-    telemetry._replays[moment.resolved] = radar._probes[moment.resolved]._replay
+    telemetry._programs[moment.resolved] = radar._programs[moment.resolved]._replay
     telemetry.observe(moment)
     assert {o["site"] for o in read_rows(tmp_path / "telemetry.jsonl")[0]["operands"]} == SITES

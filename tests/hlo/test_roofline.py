@@ -80,6 +80,29 @@ ENTRY %main (a: bf16[64,128]) -> bf16[64,128] {{
     assert instruction_costs_us(made, {"expert": 8}, slow)["swap"] == pytest.approx(1e6, abs=50)
 
 
+@pytest.mark.parametrize("mesh, seconds", [({"data": 2, "fsdp": 8}, 1.0), ({"data": 8, "fsdp": 2}, 7 / 16)])
+def test_group_over_an_outer_axis_leaves_the_domain(mesh, seconds):
+    """16 devices, domains of 8. Copies of `data` are a domain apart where `fsdp` fills it: of an all-reduce of 16 KB a
+    pair sends 16 KB each, one second of its card. Where `fsdp` has 2, a domain holds 4 of 8 copies, whose 4 cards
+    share what a ring of 8 sends over a link, 2 x 7/8 of 16 KB."""
+    groups = {2: "[8,2]<=[2,8]T(1,0)", 8: "[2,8]<=[8,2]T(1,0)"}[mesh["data"]]
+    made = parse_hlo(f"""HloModule jit_step, is_scheduled=true
+
+%add (p: bf16[], q: bf16[]) -> bf16[] {{
+  %p = bf16[] parameter(0)
+  %q = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%p, %q)
+}}
+
+ENTRY %main (a: bf16[64,128]) -> bf16[64,128] {{
+  %a = bf16[64,128]{{1,0}} parameter(0)
+  ROOT %sum.1 = bf16[64,128]{{1,0}} all-reduce(%a), replica_groups={groups}, to_apply=%add
+}}
+""")
+    slow = dataclasses.replace(ROOFLINE, nvlink_bandwidth=1e9, network_bandwidth=64 * 128 * 2)
+    assert instruction_costs_us(made, mesh, slow)["sum.1"] == pytest.approx(1e6 * seconds, abs=50)
+
+
 PAIRS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}"
 SCATTER = f"bf16[64,128]{{1,0}} reduce-scatter(%b), {PAIRS}, dimensions={{0}}, to_apply=%add"
 GATHER = "bf16[256,128]{1,0} all-gather(%a), replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}"

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import importlib
 import json
+import re
 import shlex
 import time
 from dataclasses import asdict
@@ -14,8 +15,9 @@ from halfbyte.cli.main import main
 from halfbyte.cli.train import parse
 from halfbyte.devices import device_by_name
 from halfbyte.io import dataclass_json
-from halfbyte.plan import make_cluster, parse_tokens, place_run
+from halfbyte.plan import evaluate_plan, make_cluster, parse_tokens, place_run, profile_from_config
 from halfbyte.plan.cluster_model import axes_across_racks, layout_error
+from halfbyte.plan.plan_outcome import break_even_overhead
 from halfbyte.plan.step_placement import REMAT_LINEARS
 from halfbyte.recipes import recipe
 from halfbyte.study.arms import Arm
@@ -171,7 +173,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
     (said,) = row["problems"]
     over = (row["memory"]["total"] - row["memory"]["limit"]) / 2**30
     assert code == 3 and not row["fits"]
-    assert f"{over:.1f} GiB too much" in said and "FSDP alone fits no larger --count" in said
+    assert f"{over:.1f} GiB too much" in said and "take more and --mesh ...,tensor=4" in said
 
 
 def test_what_cannot_fit_is_not_compiled_and_names_the_least_count(capfd, monkeypatch):
@@ -189,8 +191,21 @@ def test_what_cannot_fit_is_not_compiled_and_names_the_least_count(capfd, monkey
     row = data["recipes"]["nvfp4"]
     state = (row["memory"]["weights"] + row["memory"]["optimizer"]) / 2**30
     assert state == pytest.approx(567, abs=1) and not row["compiled"]
-    assert "--count 64 --batch 64 --remat full is the least that fits" in row["problems"][0]
+    assert "--count 64 --batch 64 --remat full is the next that fits" in row["problems"][0]
     assert "every program of this run needs more memory" in " ".join(err.split())
+
+
+def test_what_fsdp_cannot_fit_names_a_mesh_that_fits(capfd):
+    """405B in FP8 on 1,024 H100: shards over more than 256 are smaller than a tile, so that more devices do not help.
+    Oracle: the command's own answer to the flags that it names."""
+    asked = "llama3.1-405b", "--device", "h100", "--count", "1024", "--recipe", "fp8"
+    code, data, _ = plan(capfd, *asked)
+    flags = re.search(
+        r"by shapes (--mesh \S+ --batch \d+ --remat full) fits these", data["recipes"]["fp8"]["problems"][0]
+    )
+    assert code == 3 and "tensor=" in flags[1]
+    code, data, _ = plan(capfd, *asked, *flags[1].split())
+    assert code == 0 and data["recipes"]["fp8"]["fits"]
 
 
 def test_first_line_says_that_nothing_was_compiled(capfd):
@@ -260,6 +275,7 @@ def test_impossible_questions_are_one_paragraph(capfd, flags, said):
 @pytest.mark.parametrize("name, count, rack", [
     ("gb300", 128, 64), ("gb300", 8192, 64), ("gb300", 72, 72), ("gb300", 144, 72), ("gb200", 8, 8), ("h200", 64, 8),
     ("h200", 1, 1),
+    ("gb300", 576, 64),  # nine racks of 64 rather than eight of 72: meshes have powers of two
 ])  # fmt: skip
 def test_racks(name, count, rack):
     found = make_cluster(device_by_name(name), count)
@@ -281,6 +297,19 @@ def test_an_axis_that_leaves_a_rack_crosses_it():
     assert axes_across_racks("dcn.data=2,fsdp=16,tensor=4", on) == {"data": (1, 2), "fsdp": (16, 1), "tensor": (4, 1)}
 
 
+def test_needed_tokens_are_a_ratio_of_both_overheads():
+    """bf16 needs 1.25x of the tokens of the baseline, fp8 1.5x: fp8 needs 1.2x of those of bf16 and no 25% more."""
+    on = make_cluster(device_by_name("h200"), 8)
+    config, _ = place_run(run_config("llama3-8b"), on)
+    fp8, bf16 = (
+        evaluate_plan(each, on, profile_from_config(each, on))
+        for each in (dataclasses.replace(config, recipe=name) for name in ("fp8", "bf16"))
+    )
+    (row,) = break_even_overhead(fp8, [fp8, bf16], {("fp8", config.policy): 0.5, ("bf16", config.policy): 0.25})
+    assert row["needs_more_tokens"] == pytest.approx(0.2)
+    assert row["gain"] is (bf16.shared.seconds / fp8.shared.seconds > 1.2)
+
+
 def test_every_recipe_is_looked_up_before_the_first_is_compiled(capfd, monkeypatch):
     monkeypatch.setattr("halfbyte.plan.profile_step", lambda *_, **__: pytest.fail("compiled"))
     code, _, err = plan(capfd, "llama3-8b", "--device", "h200", "--count", "8", "--versus", "nvfp5")
@@ -293,6 +322,31 @@ def test_a_search_ranks_layouts_and_says_where_the_preset_is(capfd):
     assert code == 0 and times == sorted(times) and data["preset_rank"] >= 1
     assert data["best"].startswith("halfbyte train llama3-8b") and "would not win" in data["pipelines"]
     assert "the preset's layout is not compiled" in " ".join(err.split()) and data["ranked"] == 0  # all are bounds
+
+
+def test_layouts_are_legible_in_80_columns(capfd, monkeypatch):
+    """Nothing is cut: each number, dtype and remat in full, a mesh over two lines."""
+    monkeypatch.setattr(importlib.import_module("halfbyte.cli.console"), "PIPED_WIDTH", 80)
+    code = main(["plan", "llama3-8b", "--device", "gb300", "--count", "128", "--layers", "2", "--search"])
+    table = capfd.readouterr().out.partition("layouts, batch")[2].partition("the preset's")[0]
+    assert code == 0 and "…" not in table and max(map(len, table.splitlines())) <= 80
+    assert {"bfloat16", "float32", "none"} <= set(table.split()) and "fsdp=64" in table
+    assert re.search(r"^ \d+\.\d{3} ", table, re.MULTILINE)
+
+
+def test_longest_events_are_rows_of_a_terminal_of_80_columns(capfd, monkeypatch):
+    """A compiled step names functions of sixty characters: a row has file and line, and its time on its first line."""
+    source = "kernels/blackwell_grouped_gemm.py:131:mlp_with_stacked_residuals.<locals>.products"
+    rows = [{"what": what, "purpose": "attention linears", "source": source, "seconds": 0.5}
+            for what in ("gemm fp8", "attention backward", "exposed communication")]  # fmt: skip
+    monkeypatch.setattr(importlib.import_module("halfbyte.plan.plan_report"), "longest_events", lambda found: rows)
+    monkeypatch.setattr(importlib.import_module("halfbyte.cli.console"), "PIPED_WIDTH", 80)
+    assert main(["plan", "llama3-8b", "--device", "h200", "--count", "8", "--recipe", "fp8"]) == 0
+    table = capfd.readouterr().out.partition("what takes longest")[2].splitlines()
+    for row in rows:
+        (line,) = (line for line in table if line.strip().startswith(row["what"]))
+        assert line.split()[-1] == "500.0" and len(line) <= 80
+    assert "…" not in "".join(table) and "locals" not in "".join(table)
 
 
 DEMO = run_config("demo")

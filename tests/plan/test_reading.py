@@ -4,7 +4,6 @@ import dataclasses
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,7 @@ import halfbyte.plan.compiled_step  # noqa: F401 (the module is changed below)
 from halfbyte.devices import device_by_name
 from halfbyte.hlo import parse_hlo
 from halfbyte.plan import evaluate_plan, make_cluster, place_run, problems, profile_from_config, profile_step
-from halfbyte.plan.analytic_step import fp4_calls, planned_gemms
+from halfbyte.plan.analytic_step import analytic_memory, fp4_calls, planned_gemms
 from halfbyte.plan.compiled_step import _memory, report_compile_progress
 from halfbyte.plan.plan_outcome import plan_remarks
 from halfbyte.plan.simulator import StepEvent
@@ -51,14 +50,19 @@ def eight():
 def test_memory_by_category_adds_up(eight):
     weights = 4 * 8 * 8 * 4
     config = dataclasses.replace(eight[0], model=dataclasses.replace(eight[0].model, layers=4))
-    found = SimpleNamespace(
-        argument_size_in_bytes=3 * weights, temp_size_in_bytes=10_000, output_size_in_bytes=3 * weights,
-        alias_size_in_bytes=3 * weights,
-    )  # fmt: skip
-    parts = _memory(found, parse_hlo(STEP), config, weights=weights, state=3 * weights)
+    parts = _memory(3 * weights + 10_000, parse_hlo(STEP), config, weights=weights, state=3 * weights)
     assert sum(parts.values()) == 3 * weights + 10_000
     assert (parts["weights"], parts["optimizer"], parts["gradients"]) == (weights, 2 * weights, weights)
     assert (parts["residuals"], parts["workspace"]) == (2 * 4 * 64 * 8, 100)  # the stack that is no parameter
+
+
+@pytest.mark.parametrize("accumulate, sums", [(1, 1), (2, 2), (4, 2)])
+def test_shapes_hold_the_sum_of_gradients_next_to_those_of_a_microbatch(eight, accumulate, sums):
+    """Of the 8,030,261,248 parameters of Llama 3 8B an eighth: weights, two moments and gradients, all in float32."""
+    parameters = 8_030_261_248 / 8
+    memory = analytic_memory(dataclasses.replace(eight[0], accumulate=accumulate))
+    assert memory["weights"] == 4 * parameters and memory["optimizer"] == 8 * parameters
+    assert memory["gradients"] == sums * 4 * parameters
 
 
 @pytest.fixture

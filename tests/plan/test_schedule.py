@@ -132,6 +132,16 @@ def test_links_are_shared_or_queued(queued, exposed):
     assert found.link == pytest.approx({"nvlink": 2.0})
 
 
+def test_every_turn_of_a_loop_waits_for_its_own_collective():
+    """Five turns of a gather of two seconds next to a GEMM of one: five seconds in the open, ten on the link."""
+    two_seconds = 784e9 * (2 - COLLECTIVE_LATENCY_S["nvlink"])
+    gemm = StepEvent("gemm", "g", "mlp", format="fp4", flops=4e12)
+    turn = gather("a", two_seconds), gemm, StepEvent("wait", "a")
+    found = simulate_step([StepEvent("loop", times=5, body=turn)], RATES, queued=False)
+    assert found.exposed_communication == pytest.approx(5, abs=1e-6)
+    assert found.seconds == pytest.approx(10, abs=1e-6) and found.link == pytest.approx({"nvlink": 10.0})
+
+
 def test_a_synchronous_one_is_waited_for_and_a_network_is_slower():
     near, far = gather("a", 784e8, asynchronous=False), gather("a", 784e8, asynchronous=False, outer=16)
     assert simulate_step([near], RATES, queued=False).exposed_communication == pytest.approx(0.1, rel=1e-3)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import MODEL, ONE_LINEAR, tiny
 
 from halfbyte.hlo import find_collectives, parse_hlo
 from halfbyte.train import create_state, open_batch_source, phases, run_mesh
 from halfbyte.train.batch_source import make_global_batch
 from halfbyte.train.train_step import gradients
+from tiny import MODEL, ONE_LINEAR, tiny
 
 pytestmark = pytest.mark.slow
 

@@ -11,6 +11,7 @@ from disagreeing import WATCHED, stop_and_hear
 from killing import kill_and_hear
 from outside import wait_until
 from runner import Runner, final_checksums, finish, losses
+
 from tiny import MODEL, ONE_LINEAR, tiny
 
 pytestmark = pytest.mark.slow

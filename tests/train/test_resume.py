@@ -10,11 +10,11 @@ import pytest
 from outside import Gate, wait_until
 from runner import Runner, final_checksums, finish, losses
 from servers import served
-from tiny import MODEL, ONE_LINEAR, tiny
 
 from halfbyte.checkpoint import bucket_copy
 from halfbyte.checkpoint.object_store import Objects
 from halfbyte.train import CheckpointConfig, LossScaleConfig, OptimizerConfig
+from tiny import MODEL, ONE_LINEAR, tiny
 
 pytestmark = pytest.mark.slow
 

@@ -151,7 +151,7 @@ def plan_config(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]
 
 
 def _data(args: Args, on: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-    from halfbyte.plan.plan_outcome import outcome_to_json
+    from halfbyte.plan.plan_report import outcome_to_json
     from halfbyte.plan.rate_calibration import calibration_note
 
     ordered = list(found.values())
@@ -182,8 +182,12 @@ def _show(data: Mapping[str, Any]) -> None:
         for words in (*row["problems"], *row["remarks"]):
             print_paragraph(f"  {words}")
     first = next(iter(data["recipes"].values()))
-    longest = map(plan_report.longest_row, first["most_expensive"])
-    print_table(plan_report.LONGEST_COLUMNS, longest, title="what takes longest")
+    # File and line: functions are in the page. A table that were transposed for its width would have ten columns.
+    longest = [{**row, "source": ":".join(row["source"].split(":")[:2])} for row in first["most_expensive"]]
+    cells = map(plan_report.longest_row, longest)
+    table = rich_table(plan_report.LONGEST_COLUMNS, cells, title="what takes longest", numbers=3)
+    table.columns[2].overflow = "fold"  # a path has no spaces to wrap at
+    console().print(table)
     for name, each in data.get("budget", {}).items():
         worth = f"(a percent of step time is worth {(each['cost'] or 0) / 100:,.0f})"
         cost = f", cost {each['cost']:,.0f} in the unit of --price {worth}" if each["cost"] else ""
@@ -224,9 +228,17 @@ def _search(args: Args, on: Any) -> CommandResult:
     if not found:
         raise ValueError(f"search: no layout of {args.model} fits {on.count} {on.device.name}; take a larger --count")
     listed, place, known = [_layout(c) for c in found], rank_of_current(config, found), coverage(found)
-    rows = [(*list(row.values())[:4], f"{row['step_time_s']:.3f}", f"{row['gib']:.0f}", row["known_from"])
-            for row in listed[:SHOWN]]  # fmt: skip
-    heads = ("mesh", "remat", "reduced in", "microbatches", "step s", "GiB", "known from")
+    rows = [(f"{row['step_time_s']:.3f}", f"{row['gib']:.0f}", row["remat"], row["reduce_dtype"], row["accumulate"],
+             row["mesh"].replace(",", ", "), row["known_from"]) for row in listed[:SHOWN]]  # fmt: skip
+    heads = (
+        "step s",
+        "GiB",
+        "remat",
+        "sums in",
+        "parts",
+        "mesh",
+        "known from",
+    )  # of 80 columns: the last two are folded
     console().print(rich_table(heads, rows, title=f"layouts, batch {config.batch}"))
     rank = f"number {place} of {known['ranked']} compiled" if place and place <= known["ranked"] else "not compiled"
     print_paragraph(f"the preset's layout is {rank if place else 'not among those that fit'}")

@@ -137,18 +137,15 @@ def reference_weight_operands(capture: LinearCapture) -> dict[str, Operand]:
     """Returns the weight operands that the reference passes in `ops` compute before packing: the block-dequantized
     array must equal the packed codes. Empty for a QWeight; without the roles that are not quantized or are requantized.
     """
-    policies = {role: getattr(capture.recipe, role) for role in WEIGHT_ROLES}
-    roles = [
-        role for role, policy in policies.items() if policy.format.quantized and policy.source != "requantize_forward"
-    ]
     if isinstance(capture.weight, QWeight):
         return {}
-    specs = [operand_spec(capture.recipe, role, capture.key) for role in roles]
-    axes = [ROLE_TENSOR_AXIS[role][1] for role in roles]
-    operands = XLA_PASSES.quantize(
-        capture.w, [dataclasses.replace(spec, axis=axis) for spec, axis in zip(specs, axes, strict=True)]
-    )
-    return dict(zip(roles, operands, strict=True))
+    policies = {role: getattr(capture.recipe, role) for role in WEIGHT_ROLES}
+    specs = {
+        role: dataclasses.replace(operand_spec(capture.recipe, role, capture.key), axis=ROLE_TENSOR_AXIS[role][1])
+        for role, policy in policies.items()
+        if policy.format.quantized and policy.source != "requantize_forward"
+    }
+    return dict(zip(specs, XLA_PASSES.quantize(capture.w, list(specs.values())), strict=True))
 
 
 def mismatch_fraction(operand: Operand, reference: reference_operands.ReferenceOperand) -> jax.Array:
@@ -229,19 +226,15 @@ def _judge(
 ) -> dict[str, dict[str, jax.Array]]:  # fmt: skip
     """Returns `judge_linear` of operands and results. `extra_operands` must match the reference as well; `rows` is the
     number of rows that are not padding."""
-    reference, plain = (
-        reference_operands.compute_reference_operands(capture),
-        reference_operands.compute_reference_operands(dataclasses.replace(capture, recipe=BF16_RECIPE)),
-    )
+    reference = reference_operands.compute_reference_operands(capture)
+    plain = reference_operands.compute_reference_operands(dataclasses.replace(capture, recipe=BF16_RECIPE))
     wrong = {role: mismatch_fraction(operands[role], reference[role]) for role in reference}
     for role, operand in extra_operands.items():
         wrong[role] = jnp.maximum(wrong[role], mismatch_fraction(operand, reference[role]))
     stats = {}
     for gemm, q in results.items():
-        expected, bf16_result = (
-            reference_operands.reference_result(gemm, reference),
-            reference_operands.reference_result(gemm, plain).values,
-        )
+        expected = reference_operands.reference_result(gemm, reference)
+        bf16_result = reference_operands.reference_result(gemm, plain).values
         by_recipe = gain_and_snr(expected.values, bf16_result)
         recipe_stats = {"recipe_gain": by_recipe["gain"], "recipe_snr_db": by_recipe["snr_db"]}
         error = jnp.max(_absolute_error(q, expected) / jnp.maximum(expected.tolerance, 1e-37))

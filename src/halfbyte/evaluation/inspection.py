@@ -81,7 +81,6 @@ class Telemetry(JsonlObserver):
 
     def __init__(self, every: int, directory: Path):
         super().__init__(every, directory / TELEMETRY_FILE)
-        self._replays: dict[ResolvedPolicy, StepReplay] = {}
         self.seconds = 0.0  # that it has taken
 
     def observe(self, moment: StepSnapshot) -> list[str]:
@@ -89,10 +88,7 @@ class Telemetry(JsonlObserver):
         if not has_quantized_gemms(moment.resolved):
             return []
         began = time.perf_counter()
-        replay = self._replays.get(moment.resolved)
-        if replay is None:
-            context = replay_context(moment.config, moment.resolved, moment.mesh)
-            replay = self._replays[moment.resolved] = StepReplay(moment.config.model, context)
+        replay: StepReplay = self._program(moment, lambda run, *of: StepReplay(run.model, replay_context(run, *of)))
         batch = subsample_batch(moment.batch, MAX_TELEMETRY_TOKENS) if moment.mesh.size == 1 else moment.batch
         key = microbatch_key(moment.config.rounding_seed, moment.step - 1)
         try:

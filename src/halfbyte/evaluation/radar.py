@@ -9,7 +9,7 @@ results whose mean gain against the recipe is not 1 (`mean_gain_alarm`), or two 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -110,10 +110,16 @@ class RadarProbe:
 
 
 class JsonlObserver:
-    """Observer of a run that appends its results to a JSONL file."""
+    """Observer of a run that appends its results to a JSONL file, with one program for each policy."""
 
     def __init__(self, every: int, file: Path):
         self.every, self._file = every, file
+        self._programs: dict[ResolvedPolicy, Any] = {}
+
+    def _program(self, moment: StepSnapshot, make: Callable[[TrainConfig, ResolvedPolicy, Any], Any]) -> Any:
+        if moment.resolved not in self._programs:
+            self._programs[moment.resolved] = make(moment.config, moment.resolved, moment.mesh)
+        return self._programs[moment.resolved]
 
     def _write(self, row: dict[str, Any]) -> None:
         if jax.process_index() == 0:
@@ -125,15 +131,12 @@ class Radar(JsonlObserver):
 
     def __init__(self, every: int, directory: Path):
         super().__init__(every, directory / RADAR_FILE)
-        self._probes: dict[ResolvedPolicy, RadarProbe] = {}
 
     def observe(self, moment: StepSnapshot) -> list[str]:
         """Run a probe. Returns a line for the log, and one per alarm."""
         if not has_quantized_gemms(moment.resolved):
             return []
-        probe = self._probes.get(moment.resolved)
-        if probe is None:
-            probe = self._probes[moment.resolved] = RadarProbe(moment.config, moment.resolved, moment.mesh)
+        probe: RadarProbe = self._program(moment, RadarProbe)
         seed, finished = moment.config.rounding_seed, moment.step - 1
         try:
             gemms, alarms = judge_gemms(probe.gemms(moment.params, moment.batch, microbatch_key(seed, finished)))

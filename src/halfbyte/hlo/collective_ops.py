@@ -30,13 +30,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
 _DEVICES = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)")
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 COLLECTIVE_KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "collective-permute",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-broadcast",
+    "all-gather all-reduce reduce-scatter collective-permute all-to-all ragged-all-to-all collective-broadcast".split()
 )
 
 

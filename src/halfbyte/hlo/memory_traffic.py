@@ -56,9 +56,14 @@ ORIGINS = (
 GEMM_NAME = re.compile(
     r"cublas|blockScaledDot|gemm|matmul|onednn|nvjet|cutlass|xmma|splitK|ynn_fusion|\bdot\b", re.IGNORECASE
 )
-ATTENTION_NAME = re.compile(r"fmha|flash|attention|sdpa", re.IGNORECASE)
-QUANTIZE_NAME = re.compile(r"quantize|maxima|tensor_scale|swiglu|hadamard|unpack", re.IGNORECASE)
 COMMUNICATION_NAME = re.compile(r"nccl|^all-|^reduce-scatter|^collective-|nvshmem", re.IGNORECASE)
+KERNEL_NAMES = (
+    ("communication", COMMUNICATION_NAME),
+    ("attention", re.compile(r"fmha|flash|attention|sdpa", re.IGNORECASE)),
+    ("quantize", re.compile(r"quantize|maxima|tensor_scale|swiglu|hadamard|unpack", re.IGNORECASE)),
+    ("gemm", GEMM_NAME),
+)
+"""Category and pattern of a kernel's own name, the first that matches."""
 
 
 def data_movement_kind(program: HloModule, instruction: HloInstruction) -> str | None:
@@ -99,8 +104,6 @@ def instruction_bytes(program: HloModule, instruction: HloInstruction) -> tuple[
     if instruction.opcode in UPDATE_OPCODES:
         update_bytes = _operand_bytes(program, instruction, UPDATE_OPCODES[instruction.opcode])
         return update_bytes, update_bytes
-    if instruction.opcode in ("iota", "broadcast", "rng-bit-generator"):
-        return sum(array.bytes for array in program.operand_arrays(instruction)), results
     if instruction.opcode == "copy-start":  # results: destination, source, context
         return instruction.results[0].bytes, instruction.results[0].bytes
     return sum(array.bytes for array in program.operand_arrays(instruction)), results
@@ -116,11 +119,7 @@ def _of_fusion(program: HloModule, fusion: HloInstruction) -> tuple[int, int]:
     parameters = {
         int(instruction.operands[0]): instruction for instruction in body if instruction.opcode == "parameter"
     }
-    read = sum(
-        _read(parameters[index], users, sum(array.bytes for array in parameters[index].results))
-        for index in range(len(fusion.operands))
-        if index in parameters
-    )
+    read = sum(_read(parameters[index], users) for index in range(len(fusion.operands)) if index in parameters)
     return read, sum(_written(program, root) for root in _roots(program, body))
 
 
@@ -149,12 +148,12 @@ def _of_layer(call: HloInstruction, array: HloArray) -> int:
     return array.bytes // array.dims[0] if stacked else array.bytes
 
 
-def _read(value: HloInstruction, users: dict[str, list[HloInstruction]], all_bytes: int) -> int:
+def _read(value: HloInstruction, users: dict[str, list[HloInstruction]]) -> int:
     """Returns the bytes read of a parameter (or view): those of its slices if only slices and in-place updates use it.
 
-    Any other user reads `all_bytes`.
+    Any other user reads all of them.
     """
-    total = 0
+    total, all_bytes = 0, sum(array.bytes for array in value.results)
     for user in users.get(value.name, ()):
         is_first_operand = user.operands[0] == value.name
         if user.opcode in SLICE_OPCODES and is_first_operand:
@@ -162,7 +161,7 @@ def _read(value: HloInstruction, users: dict[str, list[HloInstruction]], all_byt
         elif user.opcode in UPDATE_OPCODES and is_first_operand and user.operands.count(value.name) == 1:
             continue  # updated in place: nothing is read
         elif user.opcode == "bitcast":
-            total += _read(user, users, all_bytes)
+            total += _read(user, users)
         else:
             return all_bytes
     return min(total, all_bytes)
@@ -202,23 +201,17 @@ def op_category(program: HloModule, instruction: HloInstruction) -> str | None:
         return "attention" if ATTENTION_SOURCE.search(" ".join(gemm_origins)) else "gemm"
     if PALLAS_KERNEL_TARGETS.search(instruction.custom_call_target):
         return "other" if NORM.search(instruction.origin) else "quantize"
-    category = _category_from_source(" ".join(nested.origin for nested in instructions))
-    return "optimizer" if category == "mlp" and _category_from_source(instruction.origin) == "optimizer" else category
-
-
-def _category_from_source(origins: str) -> str:
-    return next((category for category, pattern in ORIGINS if pattern.search(origins)), "other")
+    category = _first_match(ORIGINS, " ".join(nested.origin for nested in instructions))
+    return "optimizer" if category == "mlp" and _first_match(ORIGINS, instruction.origin) == "optimizer" else category
 
 
 def category_of_name(name: str) -> str:
     """Returns the category of a kernel by the name that a library or compiler gives it, when nothing else is known."""
-    if COMMUNICATION_NAME.search(name):
-        return "communication"
-    if ATTENTION_NAME.search(name):
-        return "attention"
-    if QUANTIZE_NAME.search(name):
-        return "quantize"
-    return "gemm" if GEMM_NAME.search(name) else "other"
+    return _first_match(KERNEL_NAMES, name)
+
+
+def _first_match(patterns: tuple[tuple[str, re.Pattern[str]], ...], text: str) -> str:
+    return next((category for category, pattern in patterns if pattern.search(text)), "other")
 
 
 def is_collective_done(instruction: HloInstruction) -> bool:

@@ -111,11 +111,9 @@ def _transfer_seconds(
         if collective.kind == SCATTER and not _is_loop_carried(program, collective.instruction)
     ]
     scatters_per_computation = collections.Counter(scatter.computation for scatter in own_iteration_scatters)
-    own_iteration_bodies = {
-        computation
-        for computation, count in scatters_per_computation.items()
-        if count <= LINEARS_PER_LAYER and _is_innermost_loop_body(program, computation)
-    }
+    outer = {name for name, body in program.computations.items() if any(each.opcode == "while" for each in body)}
+    inner = scatters_per_computation.keys() - outer - {program.entry}  # bodies of loops that contain no loop
+    own_iteration_bodies = {body for body in inner if scatters_per_computation[body] <= LINEARS_PER_LAYER}
     for collective in weights:
         name, computation = collective.instruction.name, collective.instruction.computation
         shared = (
@@ -126,13 +124,6 @@ def _transfer_seconds(
         if computation not in crowded:
             profile_seconds[name] = token_seconds[computation] + shared.get(collective.kind, link_seconds[name])
     return profile_seconds
-
-
-def _is_innermost_loop_body(program: HloModule, computation: str) -> bool:
-    """Returns True unless a computation is the entry or contains a loop."""
-    return computation != program.entry and all(
-        instruction.opcode != "while" for instruction in program.computations[computation]
-    )
 
 
 def _is_loop_carried(program: HloModule, collective: HloInstruction) -> bool:

@@ -73,11 +73,6 @@ def merge_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
     return merged
 
 
-def union_length(intervals: Iterable[TimeInterval]) -> float:
-    """Returns the length of the union of intervals."""
-    return sum(stop - start for start, stop in merge_intervals(intervals))
-
-
 def time_fractions(busy: Mapping[str, list[TimeInterval]], window: TimeInterval) -> dict[str, float]:
     """Returns the fraction of `window` spent in each category; the fractions add up to 1.
 
@@ -87,7 +82,7 @@ def time_fractions(busy: Mapping[str, list[TimeInterval]], window: TimeInterval)
     fractions = {}
     for category in TIME_CATEGORIES[:-1]:
         intervals += busy.get(category, [])
-        now_covered = union_length(intervals)
+        now_covered = sum(stop - start for start, stop in merge_intervals(intervals))
         fractions[category], covered = (now_covered - covered) / total, now_covered
     return {**fractions, "idle": max(0.0, 1 - covered / total)}
 

@@ -58,13 +58,9 @@ def counted_trip_count(program: HloModule, loop: HloInstruction) -> int | None:
         next_value = _carried(program, body, counter)
     except (HloParseError, StopIteration, KeyError, IndexError):
         return None
-    if (
-        start is None
-        or start.carry_index is not None
-        or next_value is None
-        or next_value.carry_index != counter
-        or next_value.offset < 1
-    ):
+    if start is None or next_value is None:
+        return None
+    if start.carry_index is not None or next_value.carry_index != counter or next_value.offset < 1:
         return None
     return max(0, -(-(limit - start.offset) // next_value.offset))
 
@@ -190,14 +186,8 @@ def _nested(program: HloModule, computation: str) -> Iterator[HloInstruction]:
     """Yields the instructions of a computation and of those that it calls, each once."""
     for instruction in program.computations[computation]:
         yield instruction
-        called = (
-            (instruction.called_computation("body"),)
-            if instruction.opcode == "while"
-            else instruction.called_computations
-            if instruction.opcode in CALL_AND_BRANCH_OPCODES
-            else ()
-        )
-        for name in called:
+        called = instruction.called_computations if instruction.opcode in CALL_AND_BRANCH_OPCODES else ()
+        for name in (instruction.called_computation("body"),) if instruction.opcode == "while" else called:
             yield from _nested(program, name)
 
 

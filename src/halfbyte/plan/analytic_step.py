@@ -20,7 +20,7 @@ from halfbyte.distributed import parse_mesh
 from halfbyte.distributed.mesh import total_axis_sizes
 from halfbyte.ops.backends.cudnn_block_scaled import SCALE_TILE_ROWS
 from halfbyte.plan.cluster_model import GROUPED_PREFIX, ClusterModel, axes_across_racks, group_span
-from halfbyte.plan.operand_traffic import compulsory_bytes
+from halfbyte.plan.operand_traffic import BF16_BYTES, FLOAT32_BYTES, compulsory_bytes
 from halfbyte.plan.simulator import StepEvent
 from halfbyte.plan.step_placement import REMAT_LINEARS, balanced_expert_load, token_expert_pairs
 from halfbyte.train import TrainConfig, phases
@@ -29,7 +29,7 @@ from halfbyte.train.precision_manifest import build_precision_manifest
 from halfbyte.train.preflight import activation_bytes
 
 MMA_FORMAT = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8": "fp8", "mxfp8": "fp8"}
-BF16_BYTES_PER_ELEMENT, FLOAT32_BYTES_PER_ELEMENT = 2, 4
+BYTES_OF_DTYPE = {"bfloat16": BF16_BYTES, "float32": FLOAT32_BYTES}
 BYTES_PER_CODE = {"fp4": 0.5, "fp8": 1.0}  # bytes per element of an all-gathered weight
 # Counted in the compiled programs of llama3-8b on 8 GB200: memory traffic besides operands. STREAMS is per layer, in
 # units of the residual stream [tokens, embed] in bfloat16; LOGITS is in units of the float32 logits; PARAMETER is in
@@ -162,16 +162,13 @@ def analytic_memory(config: TrainConfig) -> dict[str, float]:
     parameters = _parameters(config, sizes)
     tokens = sizes.tokens * sizes.tensor / config.accumulate
     _, saved, live = activation_bytes(config, sizes.tensor)
-    itemsize = {"bfloat16": 2, "float32": 4}
-    specs = models.flat_param_specs(config.model).values()
-    muon_parameters = (
-        sum(spec.size for spec in specs if spec.kind in models.GEMM_KINDS) if config.optimizer.name == "muon" else 0
-    )
+    specs, optimizer = models.flat_param_specs(config.model).values(), config.optimizer
+    muon_parameters = sum(spec.size for spec in specs if optimizer.name == "muon" and spec.kind in models.GEMM_KINDS)
     second_moments = parameters - muon_parameters / sizes.shards  # Muon has one moment
     return {
         "weights": 4 * parameters,
-        "optimizer": parameters * itemsize[str(config.optimizer.mu_dtype)]
-        + second_moments * itemsize[str(config.optimizer.nu_dtype)],
+        "optimizer": parameters * BYTES_OF_DTYPE[optimizer.mu_dtype]
+        + second_moments * BYTES_OF_DTYPE[optimizer.nu_dtype],
         "gradients": 4 * parameters * (2 if config.accumulate > 1 else 1),
         "residuals": (tokens * saved + (0 if config.remat == "full" else _expert_residual_bytes(config))) * layers,
         "activations": tokens * live + _expert_workspace_bytes(config),
@@ -181,8 +178,7 @@ def analytic_memory(config: TrainConfig) -> dict[str, float]:
 
 def _layer_in_flight_bytes(config: TrainConfig, sizes: DeviceShard) -> float:
     """Returns the bytes of two layers' all-gathered bf16 weights and of their gradients before the reduce-scatter."""
-    gradient_itemsize = 2 if config.precision.reduce_dtype == "bfloat16" else 4
-    return _weights(config) / sizes.tensor * 2 * (BF16_BYTES_PER_ELEMENT + gradient_itemsize)
+    return _weights(config) / sizes.tensor * 2 * (BF16_BYTES + BYTES_OF_DTYPE[config.precision.reduce_dtype])
 
 
 def memory_floor(config: TrainConfig) -> float:
@@ -193,7 +189,7 @@ def memory_floor(config: TrainConfig) -> float:
     """
     sizes, memory = sizes_of(config), analytic_memory(config)
     gradients = memory["gradients"] * (0.5 if config.precision.reduce_dtype == "bfloat16" else 1.0)
-    stream = sizes.tokens * config.model.embed * BF16_BYTES_PER_ELEMENT / config.accumulate
+    stream = sizes.tokens * config.model.embed * BF16_BYTES / config.accumulate
     floor = memory["weights"] + memory["optimizer"] + gradients + stream * config.model.layers
     return max(floor, 0.8 * sum(memory.values())) if config.remat in ("full", "quantized") else floor
 
@@ -206,7 +202,7 @@ def _parameters(config: TrainConfig, sizes: DeviceShard) -> float:
 
 def _expert_workspace_bytes(config: TrainConfig) -> float:
     """Returns the peak bytes of one expert layer: twice its residuals, and float32 gradients of a device's experts."""
-    gradients = FLOAT32_BYTES_PER_ELEMENT * _expert_weights(config) / prod(parse_mesh(config.mesh).values())
+    gradients = FLOAT32_BYTES * _expert_weights(config) / prod(parse_mesh(config.mesh).values())
     return 2 * _expert_residual_bytes(config) + gradients  # both 0 without experts
 
 
@@ -215,7 +211,7 @@ def _expert_residual_bytes(config: TrainConfig) -> float:
 
     The buffers of each device fit all (token, expert) pairs of a microbatch, because any routing may occur.
     """
-    return float(token_expert_pairs(config) * BF16_BYTES_PER_ELEMENT * (2 * config.model.embed + 3 * config.model.mlp))
+    return float(token_expert_pairs(config) * BF16_BYTES * (2 * config.model.embed + 3 * config.model.mlp))
 
 
 def _expert_weights(config: TrainConfig) -> float:
@@ -244,15 +240,13 @@ def _layer(
         backward += [event] * gemm.backward_calls
         if gemm.gemm == "fprop" and not gemm.experts:
             _, outputs, inputs = gemm.sizes
-            gathered_bytes += (
-                gemm.layers / layers * inputs * outputs * BYTES_PER_CODE.get(format, BF16_BYTES_PER_ELEMENT)
-            )
+            gathered_bytes += gemm.layers / layers * inputs * outputs * BYTES_PER_CODE.get(format, BF16_BYTES)
     quantized = any(r.quantized for s in segments for r in s.recipes.values())
     bytes_moved = (
         OPERAND_TRAFFIC_EXCESS * _compulsory(config) / layers if quantized else _unquantized_pass_bytes(config, sizes)
     )
     pass_format = "kernel" if quantized else ""
-    streams = STREAMS * sizes.tokens * config.model.embed * BF16_BYTES_PER_ELEMENT
+    streams = STREAMS * sizes.tokens * config.model.embed * BF16_BYTES
     attention_flops = 4 * sizes.tokens * config.seq * config.model.heads * config.model.head_dim / 2
     forward_core = _attention("forward", attention_flops, config.model.head_dim)
     forward += [
@@ -266,9 +260,8 @@ def _layer(
         _pass_event("operands", 2 * bytes_moved / 3, pass_format),
         _pass_event("norm and residual", 2 * streams / 3),
     ]
-    gradient_itemsize = {"bfloat16": 2, "float32": 4}[config.precision.reduce_dtype]
-    weights = _weights(config) / sizes.tensor
-    gather, scatter = _weight_collectives(config, cluster, gathered_bytes, weights * gradient_itemsize)
+    gradient_bytes = _weights(config) / sizes.tensor * BYTES_OF_DTYPE[config.precision.reduce_dtype]
+    gather, scatter = _weight_collectives(config, cluster, gathered_bytes, gradient_bytes)
     tensor_collectives = list(_tensor_parallel_collectives(config, cluster, sizes))
     if config.model.experts:
         forward_sends, backward_sends = _expert_all_to_alls(config, cluster)
@@ -292,9 +285,9 @@ def _weights(config: TrainConfig) -> float:
 
 def _unquantized_pass_bytes(config: TrainConfig, sizes: DeviceShard) -> float:
     """Returns the bytes that an unquantized layer moves for its SwiGLU and for casts of its weights."""
-    gated = SWIGLU * sizes.tokens * config.model.active_mlp * BF16_BYTES_PER_ELEMENT
+    gated = SWIGLU * sizes.tokens * config.model.active_mlp * BF16_BYTES
     cast = _weights(config) / sizes.shards + _expert_weights(config) / prod(parse_mesh(config.mesh).values())
-    return gated + (FLOAT32_BYTES_PER_ELEMENT + BF16_BYTES_PER_ELEMENT) * cast
+    return gated + (FLOAT32_BYTES + BF16_BYTES) * cast
 
 
 def _compulsory(config: TrainConfig) -> float:
@@ -324,7 +317,7 @@ def _tensor_parallel_collectives(config: TrainConfig, cluster: ClusterModel, siz
     over = axes_across_racks(config.mesh, cluster)
     if "tensor" in over:
         elements = sizes.tokens * sizes.tensor * config.model.embed
-        kinds = ("all-gather", BF16_BYTES_PER_ELEMENT, "bf16"), ("reduce-scatter", FLOAT32_BYTES_PER_ELEMENT, "f32")
+        kinds = ("all-gather", BF16_BYTES, "bf16"), ("reduce-scatter", FLOAT32_BYTES, "f32")
         for kind, itemsize, dtype in kinds * 2:
             yield _collective_event(kind, ("tensor",), over, elements * itemsize, dtype, asynchronous=False)
 
@@ -340,14 +333,14 @@ def _expert_all_to_alls(config: TrainConfig, cluster: ClusterModel) -> tuple[lis
     if not axes:
         return [], []
     logits = _collective_event(
-        "all-gather", axes, over, float(tokens * model.experts * FLOAT32_BYTES_PER_ELEMENT), "f32", asynchronous=False
+        "all-gather", axes, over, float(tokens * model.experts * FLOAT32_BYTES), "f32", asynchronous=False
     )
-    bytes_per_device = tokens * model.experts_per_token * model.embed * BF16_BYTES_PER_ELEMENT / cluster.count
+    bytes_per_device = tokens * model.experts_per_token * model.embed * BF16_BYTES / cluster.count
     rows = [_collective_event("ragged-all-to-all", axes, over, bytes_per_device, "bf16", asynchronous=False)] * 2
     forward, backward = [logits, *rows], [*rows]
     shard_axes = tuple(axis for axis in ("fsdp", "tensor") if axis in over)
     if shard_axes:
-        bytes_per_device = FLOAT32_BYTES_PER_ELEMENT * config.accumulate * _expert_weights(config) / cluster.count
+        bytes_per_device = FLOAT32_BYTES * config.accumulate * _expert_weights(config) / cluster.count
         all_to_all = _collective_event("all-to-all", shard_axes, over, bytes_per_device, "f32", asynchronous=False)
         forward, backward = [*forward, all_to_all], [*backward, all_to_all]
     return forward, backward
@@ -376,7 +369,7 @@ def _waits(collectives: list[StepEvent] | tuple[StepEvent, ...]) -> list[StepEve
 def _head(config: TrainConfig, sizes: DeviceShard) -> list[StepEvent]:
     flops = 2.0 * sizes.tokens * config.model.embed * config.model.vocab_size
     gemms = [StepEvent("gemm", "head", "head", format="bf16", flops=flops)] * 3
-    return [*gemms, _pass_event("loss", LOGITS * sizes.tokens * config.model.vocab_size * FLOAT32_BYTES_PER_ELEMENT)]
+    return [*gemms, _pass_event("loss", LOGITS * sizes.tokens * config.model.vocab_size * FLOAT32_BYTES)]
 
 
 def _pass_event(purpose: str, bytes_moved: float, pass_format: str = "") -> StepEvent:

@@ -160,25 +160,24 @@ def make_cluster(device: Device, count: int) -> ClusterModel:
         if board % count:
             raise ValueError(_no_rack(device, count, [size for size in (1, 2, 4, 8) if size <= board]))
         return ClusterModel(device, count, count, count)
-    racks = [size for size in range(domain, domain // 2 - 1, -board) if count % size == 0 and size % board == 0]
-    if count <= domain and count % board == 0:
-        return ClusterModel(device, count, board, count)
+    racks = _rack_sizes(count, board, domain)
     if not racks:
         buildable = (
             candidate
             for distance in range(count)
             for candidate in (count - distance, count + distance)
-            if _can_be_built(candidate, board, domain)
+            if _rack_sizes(candidate, board, domain)
         )
         raise ValueError(_no_rack(device, count, sorted({next(buildable), next(buildable)})))
     powers_of_two = [size for size in racks if size & (size - 1) == 0]
     return ClusterModel(device, count, board, (powers_of_two or racks)[0])
 
 
-def _can_be_built(count: int, board: int, domain: int) -> bool:
+def _rack_sizes(count: int, board: int, domain: int) -> list[int]:
+    """Returns the sizes of equally full NVLink domains that make `count` devices on whole boards, largest first."""
     if count <= domain:
-        return count > 0 and count % board == 0
-    return any(count % size == 0 for size in range(domain, domain // 2 - 1, -board) if size % board == 0)
+        return [count] if count > 0 and count % board == 0 else []
+    return [size for size in range(domain, domain // 2 - 1, -board) if count % size == 0 and size % board == 0]
 
 
 def _no_rack(device: Device, count: int, alternatives: list[int]) -> str:

@@ -29,6 +29,7 @@ from halfbyte.plan.step_placement import (
     balanced_expert_load,
     compile_step,
     needed_flops,
+    peak_bytes,
 )
 from halfbyte.train import TrainConfig, abstract_state, phases, run_mesh
 from halfbyte.train.preflight import run_preflight, shard_bytes
@@ -198,7 +199,7 @@ def parse_compiled_step(compiled: Any, config: TrainConfig, mesh: Mesh, cluster:
     return StepProfile(
         compiled=True,
         events=events_of_program(program, dict(mesh.shape), axes_across_racks(config.mesh, cluster), load),
-        memory=_memory(compiled.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
+        memory=_memory(peak_bytes(compiled), program, config, weights=weights, state=shard_bytes(state)),
         needed_flops=required_gemm_flops(config) / cluster.count,
         filling_flops=_padding_flops(config, cluster) + sum(gemm.padding_flops for gemm in linears),
         native=sum(gemm.execution_count for gemm in gemms if gemm.kind in NATIVE_GEMM_KINDS and gemm.format == "fp4"),
@@ -224,14 +225,12 @@ def _compulsory(config: TrainConfig) -> float | None:
     return compulsory_bytes(config, total_axis_sizes(parse_mesh(config.mesh)))
 
 
-def _memory(analysis: Any, program: HloModule, config: TrainConfig, *, weights: int, state: int) -> dict[str, float]:
+def _memory(total: int, program: HloModule, config: TrainConfig, *, weights: int, state: int) -> dict[str, float]:
     """Returns XLA's total memory by category.
 
     Weights and optimizer are exact. Residuals are the stacks that the forward loop writes for the backward loop,
     workspace is the largest scratch buffer of a library call, and activations are the remainder.
     """
-    total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
-    total += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     other = max(total - state, 0)
     gradients = min(weights, other)
     residuals = min(_stacked_residual_bytes(program, config.model.layers), other - gradients)

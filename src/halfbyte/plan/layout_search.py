@@ -181,7 +181,7 @@ def rank_of_current(config: TrainConfig, candidates: Sequence[LayoutCandidate]) 
 def coverage(candidates: Sequence[LayoutCandidate]) -> dict[str, int]:
     """Returns how many candidates were compiled, and how many others their bound does not rule out."""
     programs = [c.seconds for c in candidates if c.estimate_note == "compiled"]
-    others = [c.seconds for c in candidates if c.compiled is None and not c.refused]
+    others = [c.seconds for c in candidates if not (c.is_near_best or c.compiled or c.refused)]
     return {
         "fitting": len(candidates),
         "near": sum(c.is_near_best for c in candidates),

@@ -6,7 +6,6 @@ more tokens is a gain.
 
 import contextlib
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 from halfbyte import models
 from halfbyte.devices.device_table import TDP_WATTS
-from halfbyte.distributed import parse_mesh
+from halfbyte.distributed import mesh_to_text, parse_mesh
+from halfbyte.distributed.mesh import DCN
 from halfbyte.io import read_json
 from halfbyte.io.install_command import install_command
 from halfbyte.plan.analytic_step import analytic_memory
@@ -23,12 +23,13 @@ from halfbyte.plan.cluster_model import (
     ClusterModel,
     DeviceRates,
     batch_shards,
+    layout_error,
     make_cluster,
     place_run,
 )
 from halfbyte.plan.compiled_step import StepProfile, can_compile, profile_from_config
-from halfbyte.plan.rate_calibration import FITTED_RATES, ZERO_OPERAND_SPEEDUP, error_band, is_blackwell, worst_fit_error
-from halfbyte.plan.simulator import StepEvent, Timeline, event_seconds, iter_events, simulate_step
+from halfbyte.plan.rate_calibration import FITTED_RATES, ZERO_OPERAND_SPEEDUP, error_band, is_blackwell
+from halfbyte.plan.simulator import Timeline, iter_events, simulate_step
 from halfbyte.plan.step_placement import balanced_expert_load
 from halfbyte.recipes import recipe
 from halfbyte.study.arms import BASELINE
@@ -37,7 +38,6 @@ from halfbyte.train import TrainConfig
 GIB = 2**30
 SEARCH_MARGIN = 1.15  # compiled programs need more memory than `analytic_memory`
 GEMM_EXCESS_LIMIT = 1.02  # GEMM FLOPs over needed ones: more is an error
-MOST_SHOWN = 10
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 DAY = 86_400
 ANALYTIC = "nothing was compiled, an analytic model answers"
@@ -150,22 +150,30 @@ def memory_shortfall(plan: PlanOutcome) -> str:
 
 
 def _smallest_count(plan: PlanOutcome) -> str:
-    """Returns the smallest larger cluster whose memory fits by shapes, with one sequence per device and full remat."""
-    device = plan.cluster.device
+    """Returns the smallest larger cluster whose memory fits by shapes, with one sequence per device and full remat.
+
+    If FSDP fits no count, returns a mesh of these devices with tensor parallelism that does.
+    """
+    cluster, device = plan.cluster, plan.cluster.device
 
     def fits(config: TrainConfig, count: int) -> bool:
-        usable = replace(plan.cluster, count=count).usable_bytes
+        usable = replace(cluster, count=count).usable_bytes
         return SEARCH_MARGIN * sum(analytic_memory(config).values()) <= usable
 
     embed = plan.config.model.embed  # the dim that FSDP shards
-    for count in (size for size in range(plan.cluster.count + 1, embed + 1) if embed % size == 0):
+    for count in (size for size in range(cluster.count + 1, embed + 1) if embed % size == 0):
         lean = replace(plan.config, remat="full", mesh=f"fsdp={count}", batch=count * plan.config.accumulate)
         if fits(lean, count):  # then there must also be a cluster of this size, and a mesh over all of it
             with contextlib.suppress(ValueError):
                 placed, _ = place_run(lean, make_cluster(device, count))
                 if fits(placed, count):
-                    return f"; by shapes --count {count} --batch {placed.batch} --remat full is the least that fits"
-    return "; by shapes FSDP alone fits no larger --count, cut layers with --mesh ...,tensor=4"
+                    return f"; by shapes --count {count} --batch {placed.batch} --remat full is the next that fits"
+    for tensor in (size for size in (2, 4, 8) if cluster.rack % size == 0):
+        shape = {f"{DCN}fsdp": cluster.count // cluster.rack, "fsdp": cluster.rack // tensor, "tensor": tensor}
+        sharded = replace(plan.config, remat="full", mesh=mesh_to_text(shape))
+        if fits(sharded, cluster.count) and not layout_error(sharded, cluster):
+            return f"; by shapes --mesh {sharded.mesh} --batch {sharded.batch} --remat full fits these devices"
+    return "; by shapes FSDP alone fits no larger --count, nor do these with tensor; take more and --mesh ...,tensor=4"
 
 
 def plan_remarks(plan: PlanOutcome) -> Iterator[str]:
@@ -220,122 +228,6 @@ def is_fp4_emulated(config: TrainConfig, profile: StepProfile) -> bool:
     """Returns True if the recipe has 4-bit operands but no GEMM is expected to run natively in FP4."""
     formats = [policy.format.element for policy in recipe(config.recipe).operands().values()]
     return any(element and element.bits == 4 for element in formats) and not profile.native_expected
-
-
-def outcome_to_json(plan: PlanOutcome, others: Sequence[PlanOutcome]) -> dict[str, Any]:
-    """Returns the JSON entry of one recipe."""
-    profile, seconds = plan.step_profile, plan.shared.seconds
-    tflops = plan.tflops(seconds)
-    return {
-        "fits": plan.fits,
-        "memory": {**profile.memory, "total": profile.bytes_needed, "limit": plan.cluster.usable_bytes},
-        "native_fp4_gemms": profile.native,
-        "native_fp4_gemms_expected": profile.native_expected,
-        "gemm_flops": profile.gemm_flops,
-        "gemm_flops_needed": profile.needed_flops,
-        "gemms": flops_by_linear(profile),
-        "collectives": collective_table(plan),
-        "operand_bytes": profile.operand_bytes,
-        "operand_bytes_compulsory": profile.compulsory,
-        "bytes_by_purpose": bytes_by_purpose(profile),
-        "step_time_s": seconds,
-        "step_time_queued_s": plan.queued.seconds,
-        "compute_time_s": plan.compute,
-        "mocked_time_s": plan.mock_seconds,
-        "tflops_per_device": tflops,
-        "tflops_per_device_queued": plan.tflops(plan.queued.seconds),
-        "tokens_per_s_per_device": plan.tokens / seconds,
-        "mfu": plan.mfu,
-        "exposed_communication_s": plan.shared.exposed_communication,
-        "exposed_communication_queued_s": plan.queued.exposed_communication,
-        "speedup_vs": {other.config.recipe: other.shared.seconds / seconds for other in others if other is not plan},
-        "band": {
-            "relative": plan.band,
-            "tflops_per_device": [tflops * (1 - plan.band), tflops * (1 + plan.band)],
-        },
-        "calibration_residual": worst_fit_error(plan.cluster.device),
-        "most_expensive": longest_events(plan),
-        "compiled": profile.compiled,
-        "mesh": plan.config.mesh,
-        "batch": plan.config.batch,
-        "remat": plan.config.remat,
-        "policy": plan.config.policy,
-        "problems": list(problems(plan)),
-        "remarks": list(plan_remarks(plan)),
-    }
-
-
-def flops_by_linear(profile: StepProfile) -> list[dict[str, Any]]:
-    """Returns calls and FLOPs per step by linear and GEMM format."""
-    total: Counter[tuple[str, str]] = Counter()
-    calls: Counter[tuple[str, str]] = Counter()
-    for event, times in iter_events(profile.events):
-        if event.what == "gemm":
-            total[event.purpose, event.format] += int(times * event.flops)
-            calls[event.purpose, event.format] += times
-    return [
-        {"site": name, "format": format, "calls": calls[name, format], "flops": flops}
-        for (name, format), flops in total.most_common()
-    ]
-
-
-def bytes_by_purpose(profile: StepProfile) -> dict[str, float]:
-    """Returns the bytes per step of passes (neither GEMM, attention nor collective) by purpose."""
-    total: Counter[str] = Counter()
-    for event, times in iter_events(profile.events):
-        if event.what == "pass":
-            total[event.purpose] += int(times * event.moved)
-    return dict(total.most_common())
-
-
-def collective_table(plan: PlanOutcome) -> list[dict[str, Any]]:
-    """Returns the collectives of a step, grouped by kind, axes, dtypes, link and source, the longest first."""
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for send, times, concurrent in _collective_overlaps(plan.step_profile.events, 1):
-        seconds, link = plan.rates.collective_seconds(send.format, send.moved, send.inner, send.outer)
-        key = (send.format, send.axes, send.dtypes, link, send.asynchronous, send.source)
-        row = rows.setdefault(key, {
-            "kind": send.format, "axes": list(send.axes), "dtypes": list(send.dtypes), "link": link,
-            "asynchronous": send.asynchronous, "source": send.source, "times": 0, "bytes": 0.0, "seconds": 0.0,
-            "hidden_by": Counter(),
-        })  # fmt: skip
-        row["times"] += times
-        row["bytes"] += times * send.moved
-        row["seconds"] += times * seconds
-        for event in concurrent:
-            row["hidden_by"][event.purpose] += times * event_seconds(event, plan.rates)
-    for row in rows.values():
-        row["hidden_by"] = [name for name, _ in row["hidden_by"].most_common(3)]
-    return sorted(rows.values(), key=lambda row: -row["seconds"])
-
-
-def _collective_overlaps(events: Sequence[StepEvent], times: int) -> Iterator[tuple[StepEvent, int, list[StepEvent]]]:
-    """Yields (collective, executions per step, compute events between its start and its end)."""
-    for start, event in enumerate(events):
-        if event.what == "loop":
-            yield from _collective_overlaps(event.body, times * event.times)
-        elif event.what == "send":
-            end = next(
-                (i for i in range(start, len(events)) if (events[i].what, events[i].name) == ("wait", event.name)),
-                start,
-            )
-            concurrent = [e for e, _ in iter_events(events[start + 1 : end]) if e.what in ("gemm", "attention", "pass")]
-            yield event, times, concurrent
-
-
-def longest_events(plan: PlanOutcome) -> list[dict[str, Any]]:
-    """Returns the MOST_SHOWN entries that take longest, by operation, purpose and source line."""
-    total: defaultdict[tuple[str, str, str], float] = defaultdict(float)
-    for event, times in iter_events(plan.step_profile.events):
-        if event.what in ("gemm", "attention", "pass"):
-            name = f"{event.what} {event.format}".strip()
-            total[name, event.purpose, event.source] += times * event_seconds(event, plan.rates)
-    total["exposed communication", "communication", ""] = plan.shared.exposed_communication
-    ranked = sorted(total.items(), key=lambda item: item[1], reverse=True)
-    return [
-        {"what": what, "purpose": purpose, "source": source, "seconds": seconds}
-        for (what, purpose, source), seconds in ranked[:MOST_SHOWN]
-    ]
 
 
 def parse_tokens(text: str) -> float:

@@ -1,15 +1,19 @@
-"""Write a plan as a self-contained HTML page (no script), and as a trace for Perfetto."""
+"""Write a plan as JSON, as a self-contained HTML page (no script), and as a trace for Perfetto."""
 
 import gzip
 import itertools
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from halfbyte.io import TimelineBox, figure, html_page, html_table, notice_box, paragraph, section, timeline_chart
-from halfbyte.plan.plan_outcome import PlanOutcome
-from halfbyte.plan.simulator import TimelineLoop, TimelineSpan
+from halfbyte.plan.compiled_step import StepProfile
+from halfbyte.plan.plan_outcome import GIB, PlanOutcome, plan_remarks, problems
+from halfbyte.plan.rate_calibration import worst_fit_error
+from halfbyte.plan.simulator import StepEvent, TimelineLoop, TimelineSpan, event_seconds, iter_events
 
+MOST_SHOWN = 10  # entries of what takes longest
 MEMORY_CATEGORIES = ("weights", "optimizer", "gradients", "residuals", "activations", "workspace")
 LANE_OF_EVENT = {"gemm": "gemm", "attention": "attention", "pass": "memory", "send": "communication"}
 CATEGORY_COLOURS = {
@@ -24,7 +28,122 @@ CATEGORY_COLOURS = {
 PLAN_COLUMNS = ("recipe", "fits", "GiB", "step s", "queued s", "TFLOP/s", "tokens/s", "MFU", "exposed s", "vs")
 LONGEST_COLUMNS = ("what", "for", "source", "ms a step")
 SENT = ("collective", "over", "dtype", "link", "times", "GB", "ms alone", "hidden by")
-GIB = 2**30
+
+
+def outcome_to_json(plan: PlanOutcome, others: Sequence[PlanOutcome]) -> dict[str, Any]:
+    """Returns the JSON entry of one recipe."""
+    profile, seconds = plan.step_profile, plan.shared.seconds
+    tflops = plan.tflops(seconds)
+    return {
+        "fits": plan.fits,
+        "memory": {**profile.memory, "total": profile.bytes_needed, "limit": plan.cluster.usable_bytes},
+        "native_fp4_gemms": profile.native,
+        "native_fp4_gemms_expected": profile.native_expected,
+        "gemm_flops": profile.gemm_flops,
+        "gemm_flops_needed": profile.needed_flops,
+        "gemms": flops_by_linear(profile),
+        "collectives": collective_table(plan),
+        "operand_bytes": profile.operand_bytes,
+        "operand_bytes_compulsory": profile.compulsory,
+        "bytes_by_purpose": bytes_by_purpose(profile),
+        "step_time_s": seconds,
+        "step_time_queued_s": plan.queued.seconds,
+        "compute_time_s": plan.compute,
+        "mocked_time_s": plan.mock_seconds,
+        "tflops_per_device": tflops,
+        "tflops_per_device_queued": plan.tflops(plan.queued.seconds),
+        "tokens_per_s_per_device": plan.tokens / seconds,
+        "mfu": plan.mfu,
+        "exposed_communication_s": plan.shared.exposed_communication,
+        "exposed_communication_queued_s": plan.queued.exposed_communication,
+        "speedup_vs": {other.config.recipe: other.shared.seconds / seconds for other in others if other is not plan},
+        "band": {
+            "relative": plan.band,
+            "tflops_per_device": [tflops * (1 - plan.band), tflops * (1 + plan.band)],
+        },
+        "calibration_residual": worst_fit_error(plan.cluster.device),
+        "most_expensive": longest_events(plan),
+        "compiled": profile.compiled,
+        "mesh": plan.config.mesh,
+        "batch": plan.config.batch,
+        "remat": plan.config.remat,
+        "policy": plan.config.policy,
+        "problems": list(problems(plan)),
+        "remarks": list(plan_remarks(plan)),
+    }
+
+
+def flops_by_linear(profile: StepProfile) -> list[dict[str, Any]]:
+    """Returns calls and FLOPs per step by linear and GEMM format."""
+    total: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
+    for event, times in iter_events(profile.events):
+        if event.what == "gemm":
+            total[event.purpose, event.format] += int(times * event.flops)
+            calls[event.purpose, event.format] += times
+    return [
+        {"site": name, "format": format, "calls": calls[name, format], "flops": flops}
+        for (name, format), flops in total.most_common()
+    ]
+
+
+def bytes_by_purpose(profile: StepProfile) -> dict[str, float]:
+    """Returns the bytes per step of passes (neither GEMM, attention nor collective) by purpose."""
+    total: Counter[str] = Counter()
+    for event, times in iter_events(profile.events):
+        if event.what == "pass":
+            total[event.purpose] += int(times * event.moved)
+    return dict(total.most_common())
+
+
+def collective_table(plan: PlanOutcome) -> list[dict[str, Any]]:
+    """Returns the collectives of a step, grouped by kind, axes, dtypes, link and source, the longest first."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for send, times, concurrent in _collective_overlaps(plan.step_profile.events, 1):
+        seconds, link = plan.rates.collective_seconds(send.format, send.moved, send.inner, send.outer)
+        key = (send.format, send.axes, send.dtypes, link, send.asynchronous, send.source)
+        row = rows.setdefault(key, {
+            "kind": send.format, "axes": list(send.axes), "dtypes": list(send.dtypes), "link": link,
+            "asynchronous": send.asynchronous, "source": send.source, "times": 0, "bytes": 0.0, "seconds": 0.0,
+            "hidden_by": Counter(),
+        })  # fmt: skip
+        row["times"] += times
+        row["bytes"] += times * send.moved
+        row["seconds"] += times * seconds
+        for event in concurrent:
+            row["hidden_by"][event.purpose] += times * event_seconds(event, plan.rates)
+    for row in rows.values():
+        row["hidden_by"] = [name for name, _ in row["hidden_by"].most_common(3)]
+    return sorted(rows.values(), key=lambda row: -row["seconds"])
+
+
+def _collective_overlaps(events: Sequence[StepEvent], times: int) -> Iterator[tuple[StepEvent, int, list[StepEvent]]]:
+    """Yields (collective, executions per step, compute events between its start and its end)."""
+    for start, event in enumerate(events):
+        if event.what == "loop":
+            yield from _collective_overlaps(event.body, times * event.times)
+        elif event.what == "send":
+            end = next(
+                (i for i in range(start, len(events)) if (events[i].what, events[i].name) == ("wait", event.name)),
+                start,
+            )
+            concurrent = [e for e, _ in iter_events(events[start + 1 : end]) if e.what in ("gemm", "attention", "pass")]
+            yield event, times, concurrent
+
+
+def longest_events(plan: PlanOutcome) -> list[dict[str, Any]]:
+    """Returns the MOST_SHOWN entries that take longest, by operation, purpose and source line."""
+    total: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    for event, times in iter_events(plan.step_profile.events):
+        if event.what in ("gemm", "attention", "pass"):
+            name = f"{event.what} {event.format}".strip()
+            total[name, event.purpose, event.source] += times * event_seconds(event, plan.rates)
+    total["exposed communication", "communication", ""] = plan.shared.exposed_communication
+    ranked = sorted(total.items(), key=lambda item: item[1], reverse=True)
+    return [
+        {"what": what, "purpose": purpose, "source": source, "seconds": seconds}
+        for (what, purpose, source), seconds in ranked[:MOST_SHOWN]
+    ]
 
 
 def plan_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -44,13 +163,8 @@ def plan_html(title: str, data: Mapping[str, Any], plans: Mapping[str, PlanOutco
     recipes = data["recipes"]
     parts = [notice_box(f"{name}: {problem}") for name in recipes for problem in recipes[name]["problems"]]
     parts += [paragraph(f"{name}: {remark}", soft=True) for name in recipes for remark in recipes[name]["remarks"]]
-    parts.append(
-        section(
-            "Recipes",
-            html_table(PLAN_COLUMNS, [plan_cells(name, row) for name, row in recipes.items()]),
-            paragraph(data["band"]),
-        )
-    )
+    table = html_table(PLAN_COLUMNS, [plan_cells(name, row) for name, row in recipes.items()])
+    parts.append(section("Recipes", table, paragraph(data["band"])))
     parts.append(section("Memory of a device", figure("GiB", memory_bars(recipes))))
     for name, plan in plans.items():
         row = recipes[name]
@@ -61,20 +175,15 @@ def plan_html(title: str, data: Mapping[str, Any], plans: Mapping[str, PlanOutco
             html_table(SENT, map(_collective, row["collectives"][:12])),
         ))  # fmt: skip
     if "budget" in data:
-        rows = [
-            (
-                name,
-                "{:.1f} ({:.1f} to {:.1f})".format(b["days"], *b["days_band"]),
-                *(f"{b[key]:,.0f}" if b[key] else "-" for key in ("cost", "megawatt_hours_at_most")),
-            )
-            for name, b in data["budget"].items()
-        ]
-        parts.append(
-            section(
-                "Budget", html_table(("recipe", "days", "cost in the unit of --price", "MWh of GPUs at most"), rows)
-            )
-        )
+        columns = ("recipe", "days", "cost in the unit of --price", "MWh of GPUs at most")
+        parts.append(section("Budget", html_table(columns, [budget_cells(*row) for row in data["budget"].items()])))
     return html_page(title, parts)
+
+
+def budget_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The budget of one recipe as a row of its table."""
+    days = "{:.1f} ({:.1f} to {:.1f})".format(row["days"], *row["days_band"])
+    return name, days, *(f"{row[key]:,.0f}" if row[key] else "-" for key in ("cost", "megawatt_hours_at_most"))
 
 
 def longest_row(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -29,10 +29,8 @@ from halfbyte.plan.step_placement import (
 )
 from halfbyte.train import TrainConfig, abstract_state, build_precision_manifest, create_state, phases, run_mesh
 from halfbyte.train.manifest_entries import PrecisionManifest, backend_summary, pass_summary
-from halfbyte.train.preflight import shard_bytes
+from halfbyte.train.preflight import GIB, shard_bytes
 from halfbyte.train.train_step import batch_sharding
-
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)

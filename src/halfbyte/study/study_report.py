@@ -213,16 +213,19 @@ def control_summary(plan: StudyPlan, data: Data) -> list[str]:
             f"the twin: {twin['word']}, {twin['reason']}."
         )
     if checks["broken"] is not None:
-        outcome = {True: "It was seen to fail, as it must.", False: "IT DID NOT FAIL: a PASS here would mean nothing.",
-                   None: "Not judged yet: until it is, no candidate passes."}[checks["sensitive"]]  # fmt: skip
+        outcome = _control_outcome(checks["sensitive"], "a PASS here would mean nothing")
         lines.append(f"Broken on purpose: {checks['broken']['reason']}. {outcome}")
     if checks["near"] is not None:
-        outcome = {True: "It was seen to fail, as it must.", False: "IT DID NOT FAIL: no candidate passes here.",
-                   None: "Not judged yet: until it is, no candidate passes."}[checks["near_seen"]]  # fmt: skip
+        outcome = _control_outcome(checks["near_seen"], "no candidate passes here")
         lines.append(f"Near the margin, the twin displaced by twice as much: {checks['near']['reason']}. {outcome}")
     if not lines:
         lines.append("This parity was run without controls: nothing shows that it would have seen a broken recipe.")
     return [io.paragraph(line) for line in (*lines, *(f"{line}." for line in data["sees"]))]
+
+
+def _control_outcome(failed: bool | None, otherwise: str) -> str:
+    words = {True: "It was seen to fail, as it must.", False: f"IT DID NOT FAIL: {otherwise}."}
+    return "Not judged yet: until it is, no candidate passes." if failed is None else words[failed]
 
 
 def study_source_table(data: Data) -> str:
