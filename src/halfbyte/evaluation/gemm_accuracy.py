@@ -1,14 +1,10 @@
-"""Accuracy of each quantized GEMM against its recipe and against bf16, and statistics of its operands.
+"""Accuracy of each quantized GEMM against its recipe and against bf16.
 
 `judge_linear` compares with the recipe (`reference_operands`). `wrong` is the share of elements of an operand, made by
 the run's own passes, that differ from the reference. `error` is the largest deviation of a result, from the run's own
 backend, over its tolerance: only the order of sums is free. For `dw` of the whole layer, fused passes included, x and
 dy pass through other GEMMs first, whose last bits are free and change 1% of 4-bit codes: its error is that of the
 whole matrix, over 5% (PATH_ERROR) of what sums of unrelated elements would have.
-
-`tensor_stats` describes a tensor for a quantizer: range, losses per format, SNR. Each of the tensors x, w and dy of a
-linear is blocked along the axes that its GEMMs contract: x along features (fprop) and tokens (wgrad), w along inputs
-and outputs, dy along features (dgrad) and tokens (wgrad).
 """
 
 import dataclasses
@@ -23,38 +19,19 @@ import jax.numpy as jnp
 from halfbyte.evaluation import reference_operands
 from halfbyte.evaluation.reference_operands import ROLE_TENSOR_AXIS, as_matrix
 from halfbyte.evaluation.step_replay import LinearCapture
-from halfbyte.formats import FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, hadamard_transform, quantize
-from halfbyte.formats.elements import decode
 from halfbyte.ops.grouped_linear import GroupedOperand, grouped_dgrad, grouped_fprop, grouped_operands, grouped_wgrad
 from halfbyte.ops.linear import QuantizedLinear, apply_with_linears, as_token_blocks, weight_operand
 from halfbyte.ops.linear_plan import ExecutionConfig
 from halfbyte.ops.operand import BlockDequantized, Operand, TwoTermOperand
 from halfbyte.ops.quantize_passes import XLA_PASSES, operand_spec
 from halfbyte.ops.quantized_weight import QWeight
-from halfbyte.recipes import GEMM_ROLES, WEIGHT_ROLES, OperandPolicy, recipe
+from halfbyte.recipes import GEMM_ROLES, WEIGHT_ROLES, recipe
 
 BF16_RECIPE = recipe("bf16")
 WEIGHT_GRADIENT = "dw"
 PATH_ERROR = 0.05
-CODES = 256
 TINY = 1e-30
 BFLOAT16_ROUNDING = 2.0**-8 * math.sqrt(2 / 3)  # relative, of two roundings, each uniform within half an ulp
-# Elements along the contracted axis per row: a block of any format, if the size is a multiple.
-BLOCK_SIZES = (32, 16, 1)
-# Tensors are padded to 2**12, 2**16, 2**20, ... numbers, and share the programs of that size.
-FIRST_SIZE, GROWTH = 12, 4
-TILE_ROWS = 16
-POLICIES_COMPARED = {
-    "nvfp4": OperandPolicy(NVFP4),
-    "nvfp4 hadamard": OperandPolicy(NVFP4, hadamard=True),
-    "mxfp4": OperandPolicy(MXFP4),
-    "mxfp8": OperandPolicy(MXFP8),
-    "fp8": OperandPolicy(FP8),
-    "fp8 e5m2": OperandPolicy(FP8_E5M2),
-}
-"""The formats that an operand is tried in: FP8 as E5M2 for gradients."""
-NVFP4_2D = OperandPolicy(NVFP4, block="2d")
-"""Another one, for weights."""
 
 
 def gain_and_snr(q: jax.Array, b: jax.Array) -> dict[str, jax.Array]:
@@ -251,96 +228,6 @@ def _accumulation_path_error(
     whole = [jnp.sqrt(jnp.sum((reference_operands.l2_norm(t.values, 0) * t.decode_scale) ** 2)) for t in (x, dy)]
     size = jnp.maximum(whole[0] * whole[1] / jnp.sqrt(many), 1e-37)
     return jnp.sqrt(jnp.sum((away / size) ** 2)) / PATH_ERROR
-
-
-def tensor_stats(
-    x: jax.Array, policy: OperandPolicy, axis: int, count: jax.Array | None = None
-) -> dict[str, jax.Array]:
-    """Range of x, and what a policy makes of it, rounded to nearest: shares that round to zero and that saturate, how
-    often each block-scale code is used, and signal over rounding noise in decibels. All but `count` numbers of x are
-    zeros that fill whole blocks, and do not count."""
-    wide = x.astype(jnp.float32)
-    many = jnp.float32(x.size) if count is None else count.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(wide))
-    scale = jnp.maximum(amax, jnp.float32(TINY))
-    found = {"amax": amax, "crest": 1 / jnp.maximum(jnp.sqrt(jnp.sum((wide / scale) ** 2) / many), TINY)}
-    if policy.format.element is None:
-        return found
-    seen = hadamard_transform(x, axis=axis, points=policy.hadamard_size) if policy.hadamard else x
-    key = jax.random.key(0) if policy.format.scale.stochastic else None
-    made = quantize(seen, policy.format, block=policy.block, axis=axis, key=key)
-    near, whole = made.dequantize(), seen.astype(jnp.float32)
-    top = jnp.abs(decode(policy.format.element, made.codes)) >= policy.format.element.max
-    lost = {"zeros": (near == 0) & (whole != 0), "saturated": top & (jnp.abs(whole) > jnp.abs(near))}
-    found |= {name: jnp.sum(these.astype(jnp.float32)) / many for name, these in lost.items()}
-    if made.scales is not None:
-        codes = jnp.bincount(jax.lax.bitcast_convert_type(made.scales, jnp.uint8).reshape(-1), length=CODES)
-        unused = 0 if count is None else (x.size - count) // (x.size // made.scales.size)
-        found["scale_codes"] = codes.at[0].add(-unused)
-    scale = jnp.maximum(jnp.max(jnp.abs(whole)), jnp.float32(TINY))
-    power, noise = (jnp.sum((t / scale) ** 2) for t in (whole, near - whole))
-    return found | {"snr": 10 * jnp.log10(jnp.maximum(power, TINY) / jnp.maximum(noise, TINY * 1e-6))}
-
-
-@jax.jit
-def operand_stats_of_linear(given: LinearCapture) -> dict[str, Any]:
-    """What is cheap to know of a linear: its operands under their own policies alone."""
-    found: dict[str, Any] = {}
-    for role, (name, axis) in ROLE_TENSOR_AXIS.items():
-        policy: OperandPolicy = getattr(given.recipe, role)
-        if policy.format.quantized:
-            told = tensor_stats(as_matrix(getattr(given, name)).astype(jnp.bfloat16), policy, axis)
-            found[role] = told | {"snr": {"own": told["snr"]}}
-    return found
-
-
-def blocks_as_rows(x: jax.Array, policy: OperandPolicy, axis: int) -> jax.Array | None:
-    """The numbers of a matrix with each block in a row (a tile in 16 rows), and rows of zeros up to one of a few sizes;
-    None if it does not fall into this policy's blocks."""
-    if policy.block == "2d":
-        if any(side % TILE_ROWS for side in x.shape):
-            return None
-        tiles = x.reshape(x.shape[0] // TILE_ROWS, TILE_ROWS, x.shape[1] // TILE_ROWS, TILE_ROWS).transpose(0, 2, 1, 3)
-        rows = tiles.reshape(-1, TILE_ROWS)
-    else:
-        rows = (x if axis == -1 else x.T).reshape(-1, next(run for run in BLOCK_SIZES if x.shape[axis] % run == 0))
-        if rows.shape[1] % policy.quantization_group_size:
-            return None
-    size = FIRST_SIZE
-    while 2**size < x.size:
-        size += GROWTH
-    return jnp.pad(rows, ((0, 2**size // rows.shape[1] - rows.shape[0]), (0, 0)))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _rounding_outcomes(
-    rows: jax.Array, policies: tuple[OperandPolicy, ...], count: jax.Array
-) -> list[dict[str, jax.Array]]:
-    return [tensor_stats(rows, policy, -1, count) for policy in policies]
-
-
-def operand_stats(given: LinearCapture, role: str) -> dict[str, Any]:
-    """One operand: its range, its fate under its own policy, and its signal-to-noise ratio in every format."""
-    (name, axis), own = ROLE_TENSOR_AXIS[role], getattr(given.recipe, role)
-    x = as_matrix(getattr(given, name)).astype(jnp.bfloat16)
-    tried = POLICIES_COMPARED | ({"nvfp4 2d": NVFP4_2D} if name == "w" else {})
-    plain = OperandPolicy(own.format, own.block, hadamard=own.hadamard, hadamard_size=own.hadamard_size)
-    if own.format.quantized and plain not in tried.values():
-        tried = tried | {"own": plain}
-    laid = {way: blocks_as_rows(x, policy, axis) for way, policy in tried.items()}
-    found: dict[str, Any] = {}
-    for block in ("1d", "2d"):
-        group = [w for w, p in tried.items() if p.block == block and laid[w] is not None]
-        if group:
-            told = _rounding_outcomes(laid[group[0]], tuple(tried[w] for w in group), jnp.int32(x.size))
-            found |= dict(zip(group, jax.device_get(told), strict=True))
-    gradient = "fp8 e5m2" if name == "dy" else "fp8"
-    snr = {way: found[way]["snr"] if way in found else math.nan for way in tried if not way.startswith("fp8")}
-    snr["fp8"] = found[gradient]["snr"]
-    fate = {p: w for w, p in tried.items()}.get(plain) if own.format.quantized else None
-    if fate is None:
-        return {field: found[gradient][field] for field in ("amax", "crest")} | {"snr": snr}
-    return {**found[fate], "snr": snr | {"own": found[fate]["snr"]}}
 
 
 @functools.partial(jax.jit, static_argnames="backend")
