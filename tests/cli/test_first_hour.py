@@ -1,5 +1,6 @@
 """What a new user sees in the first hour: estimates, errors that can be followed, tables that fit 80 columns."""
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -14,7 +15,7 @@ from halfbyte.cli import console, recipes, run_estimate, terminal_signals
 from halfbyte.cli.flag_parsing import flags_in, known_flags, short_help
 from halfbyte.cli.main import main, open_standard_streams
 from halfbyte.cli.train import SHORT_HELP, Args, parse, with_flags
-from halfbyte.data import prepare
+from halfbyte.data import preparation, prepare
 from halfbyte.data.shard_files import system_errors
 from halfbyte.data.text_files import find_files
 from halfbyte.devices import DEVICES
@@ -126,6 +127,21 @@ def test_other_endings_are_text_on_request(tmp_path):
         find_files([tmp_path], text=("*",))
     with pytest.raises(ValueError, match="empty name"):
         find_files([""])
+
+
+def test_hashing_of_no_files_shows_no_bar(monkeypatch, tmp_path):
+    """Without --validation a second bar stood at 0/1 bytes for good."""
+    shown = []
+
+    def meter(label, total, *, shown: bool, seen=shown):
+        seen.append((total, shown))
+        return contextlib.nullcontext(SimpleNamespace(advance=lambda amount: None))
+
+    monkeypatch.setattr(preparation, "ProgressMeter", meter)
+    (tmp_path / "a.txt").write_text("text")
+    for files in (find_files([tmp_path]), []):
+        preparation._fingerprints(files, progress=True)
+    assert shown == [(4, True), (0, False)]
 
 
 def test_recipes_fit_80_columns(monkeypatch, capsys):
