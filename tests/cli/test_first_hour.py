@@ -5,13 +5,15 @@ import dataclasses
 import io
 import os
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 import halfbyte as hb
-from halfbyte.cli import console, recipes, run_estimate, terminal_signals
+from halfbyte.cli import console, recipes, run_estimate, run_summary, terminal_signals
 from halfbyte.cli.flag_parsing import flags_in, known_flags, short_help
 from halfbyte.cli.main import main, open_standard_streams
 from halfbyte.cli.train import SHORT_HELP, Args, parse, with_flags
@@ -142,6 +144,39 @@ def test_hashing_of_no_files_shows_no_bar(monkeypatch, tmp_path):
     for files in (find_files([tmp_path]), []):
         preparation._fingerprints(files, progress=True)
     assert shown == [(4, True), (0, False)]
+
+
+def test_text_in_pieces_is_wrapped_at_words(capsys):
+    """A terminal of 10 columns cut `states` in two."""
+    screen = console.WordWrap(10)
+    for piece in ("of the U", "nited st", "ates\nwe the", " incomprehensibilities", " x"):
+        screen.write(piece)
+    screen.close()
+    assert capsys.readouterr().out == "of the \nUnited \nstates\nwe the incomprehensibilities x"
+    plain = console.WordWrap(None)
+    plain.write("of the United states and more\n")
+    assert capsys.readouterr().out == "of the United states and more\n"
+
+
+def test_summary_of_a_run_cuts_no_word(monkeypatch):
+    monkeypatch.setattr(run_summary, "ngram_baselines", lambda dataset: {"unigram": 5.9529, "bigram": 4.1632})
+    screen = console.PlainConsole(width=80, force_terminal=True, file=io.StringIO())
+    result = SimpleNamespace(step=12, validation={"all": 5.6705})
+    run_summary.show_baselines(None, result, screen.say)
+    run_summary.show_sample(("The", "word " * 40), screen)
+    lines = Text.from_ansi(screen.file.getvalue()).plain.splitlines()
+    assert max(map(len, lines)) <= 80 and set(" ".join(lines[5:]).split()[3:]) == {"word"}
+    assert "  bigram model, back-off   4.1632   this model is 1.507 worse" in lines
+
+
+def test_progress_has_a_clock_before_the_first_is_done(monkeypatch):
+    """While programs were compiled the screen stood still for as long."""
+    now, shown = [0.0], io.StringIO()
+    screen = partial(Console, file=shown, force_terminal=True, width=80, get_time=lambda: now[0])
+    monkeypatch.setattr(console, "Console", lambda **_: screen())
+    with console.progress("linears"):
+        now[0] = 75.0
+    assert "0:01:15" in shown.getvalue()
 
 
 def test_recipes_fit_80_columns(monkeypatch, capsys):

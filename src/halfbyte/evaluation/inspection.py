@@ -193,9 +193,8 @@ def inspect_step(
                     say(f"batch 1, layer {layer}: {site}")
             layers_done = place * config.model.layers - layer
             begun = begun or (time.monotonic(), layers_done)
-            say(
-                f"batch {place} of {len(shown)}: layer {layer} seen, {layer} to go{_time_left(begun, layers_done, visits)}"
-            )
+            left = _time_left(begun, layers_done, visits)
+            say(f"batch {place} of {len(shown)}: layer {layer} seen, {layer} to go{left}")
     if not shown:
         raise ValueError("inspect was given no batch; --batches must be 1 or more")
     operands = [summarise_operand(layer, site, role, found) for (layer, site, role), found in sorted(sums.items())]
