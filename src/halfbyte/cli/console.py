@@ -115,7 +115,7 @@ class WordWrap:
                 self._column = 0
             ends = word == "\n" or (word.isspace() and self._column + size >= (self._width or sys.maxsize))
             print("\n" if ends else shown, end="", flush=True)
-            self._column = 0 if ends else self._column + size
+            self._column = 0 if ends else (self._column + size) % (self._width or sys.maxsize)
 
 
 def to_terminal_text(text: str) -> str:
