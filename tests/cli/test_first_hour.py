@@ -91,7 +91,7 @@ WIDER = {"embed": 256, "mlp": 1280, "heads": 8, "kv_heads": 4}
 
 @pytest.mark.parametrize(
     "name, batch, model, processor_s",
-    [("demo", 8, {}, 0.485), ("demo", 16, {}, 0.86), ("demo", 8, WIDER, 1.5), ("llama-60m", 64, {}, 244.0)],
+    [("demo", 8, {}, 0.485), ("demo", 16, {}, 0.86), ("demo", 8, WIDER, 1.22), ("llama-60m", 64, {}, 244.0)],
 )
 def test_estimate_against_measured_steps(monkeypatch, name, batch, model, processor_s):
     """Processor seconds of a step where the probe gave 92 GFLOP/s per core: two cores, JAX 0.10.2; of llama-60m 122 s on
@@ -100,7 +100,7 @@ def test_estimate_against_measured_steps(monkeypatch, name, batch, model, proces
     config = run_config(name)
     config = dataclasses.replace(config, batch=batch, model=config.model.replace(**model))
     seconds = run_estimate.step_seconds(config, config.seq, DEVICES["cpu"])
-    assert processor_s / 1.3 < seconds < processor_s * 1.3
+    assert processor_s / 1.15 < seconds < processor_s * 1.15
 
 
 def test_probe_does_not_count_waiting(monkeypatch):
