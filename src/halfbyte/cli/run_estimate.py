@@ -18,12 +18,12 @@ from halfbyte.devices import Device, lookup
 from halfbyte.train import TrainConfig
 from halfbyte.train.run_presets import run_config
 
-CPU_GEMM_COST, CPU_FLOPS_PER_OPERAND_BYTE, CPU_STEP_OVERHEAD_S = 0.78, 420, 0.07
-"""Time of a step: a FLOP of the model takes 0.78 times as long as one of the probe's, a byte that a quantize pass writes
-as long as 420 of them. Fitted to the processor time of steps of the demo, of the demo with a batch of 16, and of
-llama-60m (tests/cli/test_first_hour.py has them)."""
+CPU_FLOPS_PER_OPERAND_BYTE = 300
+"""A quantize pass on a CPU takes as long as this many FLOPs of a GEMM per byte that it writes. With the overhead within
+15% of the processor time of four sizes of the demo, and of llama-60m's 122 s (tests/cli/test_first_hour.py)."""
+CPU_STEP_OVERHEAD_S = 0.2
 CPU_BAND = 2.0
-"""The estimate is right within this factor. XLA does not keep all cores busy in small steps, and other jobs slow all."""
+"""The estimate is right within this factor: XLA does not keep all cores busy in small steps, other jobs slow all."""
 PROBE_SIZE, PROBE_CALLS, PROBE_SAMPLES = 64, 20, 100
 HOUR_S = 3600.0
 SUGGESTED_RUNS = ("llama-350m", "llama-125m", "llama-60m", "demo")
@@ -66,7 +66,7 @@ def step_seconds(config: TrainConfig, seq: int, device: Device, count: int = 1) 
     if device.platform == "cpu":
         flops = config.batch * seq * models.flops_per_token(config.model, seq)
         passes = CPU_FLOPS_PER_OPERAND_BYTE * compulsory_bytes(dataclasses.replace(config, accumulate=1), {})
-        return CPU_STEP_OVERHEAD_S + (CPU_GEMM_COST * flops + passes) / cpu_flops()
+        return CPU_STEP_OVERHEAD_S + (flops + passes) / cpu_flops()
     return _planned_seconds(config, device, count)
 
 
