@@ -1,20 +1,24 @@
 """What a new user sees in the first hour: estimates, errors that can be followed, tables that fit 80 columns."""
 
+import contextlib
 import dataclasses
 import io
 import os
 import signal
+import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 import halfbyte as hb
-from halfbyte.cli import console, recipes, run_estimate, terminal_signals
+from halfbyte.cli import console, recipes, run_estimate, run_summary, terminal_signals
 from halfbyte.cli.flag_parsing import flags_in, known_flags, short_help
 from halfbyte.cli.main import main, open_standard_streams
 from halfbyte.cli.train import SHORT_HELP, Args, parse, with_flags
-from halfbyte.data import prepare
+from halfbyte.data import preparation, prepare
 from halfbyte.data.shard_files import system_errors
 from halfbyte.data.text_files import find_files
 from halfbyte.devices import DEVICES
@@ -82,6 +86,47 @@ def test_estimate_of_a_run_that_accumulates_is_that_of_its_whole_batch(monkeypat
     assert times[0] == times[1] > 0
 
 
+WIDER = {"embed": 256, "mlp": 1280, "heads": 8, "kv_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "change, model, processor_s",
+    [({}, {}, 0.485), ({"recipe": "bf16"}, {}, 0.305), ({"batch": 16}, {}, 0.86), ({}, WIDER, 1.22)],
+)
+def test_estimate_against_measured_steps(monkeypatch, change, model, processor_s):
+    """Processor seconds of a step of the demo where the probe gave 92 GFLOP/s per core (JAX 0.10.2)."""
+    monkeypatch.setattr(run_estimate, "cpu_flops", lambda: 92e9)
+    config = run_config("demo")
+    config = dataclasses.replace(config, model=config.model.replace(**model), **change)
+    seconds = run_estimate.step_seconds(config, config.seq, DEVICES["cpu"])
+    assert processor_s / 1.15 < seconds < processor_s * 1.15
+
+
+def test_estimate_of_a_large_step(monkeypatch):
+    """122 s on two cores that the probe gives 92 GFLOP/s each."""
+    monkeypatch.setattr(run_estimate, "cpu_flops", lambda: 2 * 92e9)
+    assert 122 / 1.15 < run_estimate.step_seconds(run_config("llama-60m"), 1024, DEVICES["cpu"]) < 122 * 1.15
+
+
+def test_probe_does_not_count_waiting(monkeypatch):
+    """Beside threads that spin, the speed of one core is still that of one core: GEMMs with threads of their own gave
+    half of it, and llama-60m 319 s for a step of 122 s."""
+    monkeypatch.setattr(run_estimate.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    four = run_estimate.cpu_flops.__wrapped__()
+    monkeypatch.setattr(run_estimate.os, "sched_getaffinity", lambda pid: {0})
+    ended = threading.Event()
+    spinning = [threading.Thread(target=lambda: [None for _ in iter(ended.is_set, True)]) for _ in range(4)]
+    for thread in spinning:
+        thread.start()
+    try:
+        one = run_estimate.cpu_flops.__wrapped__()
+    finally:
+        ended.set()
+    assert 2 < four / one < 8
+    notes = run_estimate.start_notes(run_config("demo"), 128, DEVICES["cpu"], 1, steps=10)
+    assert "idle, within a factor of 2, and compiling first" in notes[0]
+
+
 def test_suggested_run_ends_within_an_hour(monkeypatch):
     """Of 47k tokens on a CPU that computes 0.1 TFLOP/s."""
     monkeypatch.setattr(run_estimate, "visible_device", lambda: DEVICES["cpu"])
@@ -126,6 +171,54 @@ def test_other_endings_are_text_on_request(tmp_path):
         find_files([tmp_path], text=("*",))
     with pytest.raises(ValueError, match="empty name"):
         find_files([""])
+
+
+def test_hashing_of_no_files_shows_no_bar(monkeypatch, tmp_path):
+    """Without --validation a second bar stood at 0/1 bytes for good."""
+    shown = []
+
+    def meter(label, total, *, shown: bool, seen=shown):
+        seen.append((total, shown))
+        return contextlib.nullcontext(SimpleNamespace(advance=lambda amount: None))
+
+    monkeypatch.setattr(preparation, "ProgressMeter", meter)
+    (tmp_path / "a.txt").write_text("text")
+    for files in (find_files([tmp_path]), []):
+        preparation._fingerprints(files, progress=True)
+    assert shown == [(4, True), (0, False)]
+
+
+def test_text_in_pieces_is_wrapped_at_words(capsys):
+    """A terminal of 10 columns cut `states` in two."""
+    screen = console.WordWrap(10)
+    for piece in ("of the U", "nited st", "ates\nwe the", " incomprehensibilities", " x"):
+        screen.write(piece)
+    screen.close()
+    assert capsys.readouterr().out == "of the \nUnited \nstates\nwe the incomprehensibilities x"
+    plain = console.WordWrap(None)
+    plain.write("of the United states and more\n")
+    assert capsys.readouterr().out == "of the United states and more\n"
+
+
+def test_summary_of_a_run_cuts_no_word(monkeypatch):
+    monkeypatch.setattr(run_summary, "ngram_baselines", lambda dataset: {"unigram": 5.9529, "bigram": 4.1632})
+    screen = console.PlainConsole(width=80, force_terminal=True, file=io.StringIO())
+    result = SimpleNamespace(step=12, validation={"all": 5.6705})
+    run_summary.show_baselines(None, result, screen.say)
+    run_summary.show_sample(("The", "word " * 40), screen)
+    lines = Text.from_ansi(screen.file.getvalue()).plain.splitlines()
+    assert max(map(len, lines)) <= 80 and set(" ".join(lines[5:]).split()[3:]) == {"word"}
+    assert "  bigram model, back-off   4.1632   this model is 1.507 worse" in lines
+
+
+def test_progress_has_a_clock_before_the_first_is_done(monkeypatch):
+    """While programs were compiled the screen stood still for as long."""
+    now, shown = [0.0], io.StringIO()
+    screen = partial(Console, file=shown, force_terminal=True, width=80, get_time=lambda: now[0])
+    monkeypatch.setattr(console, "Console", lambda **_: screen())
+    with console.progress("linears"):
+        now[0] = 75.0
+    assert "0:01:15" in shown.getvalue()
 
 
 def test_recipes_fit_80_columns(monkeypatch, capsys):

@@ -155,5 +155,5 @@ def test_the_package_runs_as_a_module():
 
 
 def test_a_difference_reads_as_what_it_means():
-    assert describe_loss_difference(6.0775, 5.9529, "x") == "0.125 worse than x"
-    assert describe_loss_difference(3.9, 4.163, "x") == "0.263 better than x"
+    assert describe_loss_difference(6.0775, 5.9529) == "this model is 0.125 worse"
+    assert describe_loss_difference(3.9, 4.163) == "this model is 0.263 better"

@@ -1,10 +1,12 @@
 """Inspection of a model with a planted outlier channel. Oracle: where it was planted; the numbers of one operand
 against NumPy and ml_dtypes."""
 
+import contextlib
 import dataclasses
 import io
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,9 +15,9 @@ from rich.console import Console
 
 from halfbyte import models
 from halfbyte.cli.inspect import describe as as_data
-from halfbyte.evaluation.gemm_accuracy import blocks_as_rows, tensor_stats
 from halfbyte.evaluation.inspection import Inspection, inspect_step, inspection_html, inspection_table
-from halfbyte.formats import FP8, NVFP4
+from halfbyte.evaluation.operand_stats import CHUNK, blocks_as_rows, rounding_outcomes, tensor_stats
+from halfbyte.formats import FP8, MXFP4, NVFP4
 from halfbyte.recipes import OperandPolicy, policy, recipe
 from halfbyte.train import resolve_policy
 
@@ -34,13 +36,36 @@ def with_outlier(params):
     return {**params, "layers": {**params["layers"], "mlp": mlp}}
 
 
+@contextlib.contextmanager
+def counted_programs():
+    """Yields a list that gets the seconds of each program that XLA compiles meanwhile."""
+    seconds = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seconds
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def test_a_planted_outlier_channel_is_named_first_and_kept_in_bf16():
     config = dataclasses.replace(CONFIG, model=MODEL, recipe="nvfp4", policy="mlp")
     resolved = resolve_policy(MODEL, "mlp", recipe("nvfp4"))
     params = with_outlier(jax.jit(lambda key: models.init(MODEL, key))(jax.random.key(3)))
     lines = []
-    found = inspect_step(config, resolved, params, [batch_of(3, rows=2)], step=0, say=lines.append)
-    assert len(lines) > MODEL.layers and "compiled" in lines[0]  # said before anything is
+    with counted_programs() as programs:
+        found = inspect_step(
+            config, resolved, params, [batch_of(seed, rows=2) for seed in (3, 4)], step=0, say=lines.append
+        )
+    assert len(lines) > 2 * MODEL.layers and "compiled" in lines[0]  # said before anything is
+    assert any(line.endswith("s left") for line in lines) and not lines[-1].endswith("left")
+    # The forward pass, a layer; of the one size of linears, with and without a key: GEMMs and a layout; statistics of
+    # 1D and 2D blocks; and what derives keys.
+    assert len(programs) <= 14, programs
     layer, site, gemm, decibels = found.worst()[0]
     assert (layer, gemm) == (LAYER, "fprop") and site in ("mlp/gate", "mlp/up") and decibels < 10
     text = found.policy("mlp", 12.0)
@@ -94,14 +119,24 @@ def test_numbers_of_one_operand_against_numpy():
 )
 def test_a_matrix_laid_out_in_rows_has_the_same_numbers(axis, policy):
     x = jnp.asarray(np.random.default_rng(1).normal(0, 1, (48, 64)), jnp.bfloat16)
-    laid = blocks_as_rows(x, policy, axis)
-    assert laid.size == 2**12 > x.size
-    told = jax.jit(tensor_stats, static_argnums=(1, 2))
-    wanted, found = told(x, policy, axis), told(laid, policy, -1, jnp.int32(x.size))
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    laid = blocks_as_rows(x, policy.block, axis)
+    assert laid.size > CHUNK > x.size
+    expected = jax.jit(tensor_stats, static_argnums=(1, 2))(x, policy, axis)
+    (stats,) = rounding_outcomes(laid, (policy,), jnp.int32(x.size))
+    for name, value in expected.items():
+        np.testing.assert_allclose(stats[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_chunks_of_a_tensor_share_its_scale():
+    """Two chunks, the second in part zeros, and an outlier in the first only."""
+    x = jnp.asarray(np.random.default_rng(2).normal(0, 1, (96, 1024)), jnp.bfloat16).at[3, 5].set(1e4)
+    tried = OperandPolicy(NVFP4), OperandPolicy(FP8), OperandPolicy(MXFP4)
+    outcomes = rounding_outcomes(blocks_as_rows(x, "1d", -1), tried, jnp.int32(x.size))
+    for operand_policy, stats in zip(tried, outcomes, strict=True):
+        for name, value in tensor_stats(x, operand_policy, -1).items():
+            np.testing.assert_allclose(stats[name], value, rtol=1e-5, err_msg=name)
 
 
 def test_a_shape_without_blocks_is_not_laid_out():
-    assert blocks_as_rows(jnp.ones((3, 40), jnp.bfloat16), OperandPolicy(NVFP4), -1) is None
-    assert blocks_as_rows(jnp.ones((16, 40), jnp.bfloat16), OperandPolicy(NVFP4, block="2d"), -1) is None
+    assert blocks_as_rows(jnp.ones((3, 40), jnp.bfloat16), "1d", -1).shape[1] == 1
+    assert blocks_as_rows(jnp.ones((16, 40), jnp.bfloat16), "2d", -1) is None

@@ -6,6 +6,7 @@ recipe) as it is, neither as markup nor as terminal commands. Errors are one par
 
 import errno
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -88,6 +90,34 @@ def print_note(text: str) -> None:
     print_line(text, file=sys.stderr)
 
 
+class WordWrap:
+    """Prints text that comes in pieces; on a terminal a word that does not fit begins a new line."""
+
+    def __init__(self, width: int | None):
+        self._width, self._column, self._held = width, 0, ""
+
+    def write(self, text: str) -> None:
+        """Prints all but the last word, which may go on."""
+        words = re.split(r"(\s)", self._held + text)
+        self._held = words.pop()
+        self._print(words)
+
+    def close(self) -> None:
+        self._print([self._held])
+        self._held = ""
+
+    def _print(self, words: Sequence[str]) -> None:
+        for word in words:
+            shown = to_terminal_text(word)
+            size = cell_len(shown)
+            if self._width and 0 < self._width - self._column < size <= self._width:
+                print()
+                self._column = 0
+            ends = word == "\n" or (word.isspace() and self._column + size >= (self._width or sys.maxsize))
+            print("\n" if ends else shown, end="", flush=True)
+            self._column = 0 if ends else (self._column + size) % (self._width or sys.maxsize)
+
+
 def to_terminal_text(text: str) -> str:
     """Text of a data set or a model for stdout: a terminal gets control characters spelled out, a pipe every byte."""
     return escape_control_chars(text) if sys.stdout.isatty() else text
@@ -114,7 +144,8 @@ def progress(name: str) -> Iterator[Any]:
     import rich.progress
     from rich.markup import escape
 
-    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
+    clock = rich.progress.TimeElapsedColumn()  # moves also while the first of many is compiled
+    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn(), clock)
     screen = Console(stderr=True)
     with rich.progress.Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
         task = bar.add_task(escape(escape_control_chars(name)), total=None)

@@ -6,13 +6,14 @@ halfbyte generate RUN --prompt "..." --temperature 0.8 --top-p 0.95 --seed 1 --s
 Greedy unless --temperature is given. The text appears as it is made and stops at the end of text or after --max-tokens.
 `--prompt -` reads the prompt from standard input."""
 
+import shutil
 import sys
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.console import CommandResult, print_note, to_terminal_text
+from halfbyte.cli.console import CommandResult, WordWrap, print_note
 from halfbyte.io import check_int
 
 
@@ -79,15 +80,17 @@ def read_prompt(text: str) -> str:
 
 def write_one(generator: Any, prompt: str, *, max_tokens: int, seed: int) -> Any:
     """One text, shown as it is made; the prompt dim on a terminal."""
-    dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
-    print(f"{dim}{to_terminal_text(prompt)}{plain}", end="", flush=True)
-    made = generator.generate(prompt, max_tokens=max_tokens, seed=seed, show=print_text)
-    print_text("\n")
+    on_terminal = sys.stdout.isatty()
+    screen = WordWrap(shutil.get_terminal_size().columns if on_terminal else None)
+    dim, plain = ("\x1b[2m", "\x1b[0m") if on_terminal else ("", "")
+    print(dim, end="")
+    screen.write(prompt)
+    screen.close()
+    print(plain, end="", flush=True)
+    made = generator.generate(prompt, max_tokens=max_tokens, seed=seed, show=screen.write)
+    screen.close()
+    print(flush=True)
     speed = f", {made.tokens_per_s:,.0f} tokens/s" if made.tokens_per_s else ""
     end = "end of text" if made.hit_end_of_text else "cut at the limit"
     print_note(f"{len(made.tokens)} tokens, {end}{speed}, seed {seed}")
     return made
-
-
-def print_text(text: str) -> None:
-    print(to_terminal_text(text), end="", flush=True)

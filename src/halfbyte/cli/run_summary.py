@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.text import Text
 
 from halfbyte.cli.console import PlainConsole
 from halfbyte.data import ngram_baselines
 from halfbyte.evaluation import GENERATION_RULES, LanguageModel, Sampling, TextGenerator
+from halfbyte.io import escape_control_chars
 from halfbyte.models import ModelContext
 from halfbyte.recipes.user_recipes import USER_FILE_PATTERN
 from halfbyte.study.run_report import write_run_report
@@ -139,8 +141,8 @@ def sample_text(config: TrainConfig, params: Any, dataset: Any) -> tuple[str, st
 def show_sample(written: tuple[str, str], console: PlainConsole) -> None:
     """The prompt apart from what the model wrote after it; its lines as one."""
     prompt, text = written
-    console.print(f"sample, after {prompt!r}: ", style="bold", end="")
-    console.print(" ".join(text.split()), soft_wrap=True)
+    line = Text.assemble((f"sample, after {prompt!r}: ", "bold"), escape_control_chars(" ".join(text.split())))
+    console.print(line, soft_wrap=not console.is_terminal)
     console.print("")
 
 
@@ -148,17 +150,14 @@ def show_baselines(dataset: Any, result: RunResult, say: Say) -> dict[str, float
     """The validation loss between those of two n-gram models of the same text, and by how much it is better."""
     found = ngram_baselines(dataset)
     reached = result.validation["all"]
-    against = ", ".join(
-        describe_loss_difference(reached, found[name], f"the {name} model") for name in ("unigram", "bigram")
-    )
     say(f"validation loss, nats a token (lower is better), after {result.step} steps:")
-    say(f"  unigram model            {found['unigram']:.4f}")
-    say(f"  bigram model, back-off   {found['bigram']:.4f}")
-    say(f"  this model               {reached:.4f}   {against}")
+    for label, name in (("unigram model", "unigram"), ("bigram model, back-off", "bigram")):
+        say(f"  {label:<24} {found[name]:.4f}   {describe_loss_difference(reached, found[name])}")
+    say(f"  {'this model':<24} {reached:.4f}")
     say("")
     return found
 
 
-def describe_loss_difference(loss: float, other: float, name: str) -> str:
-    """Returns the distance of two losses with `better` or `worse` instead of a sign."""
-    return f"{abs(loss - other):.3f} {'better' if loss < other else 'worse'} than {name}"
+def describe_loss_difference(loss: float, other: float) -> str:
+    """Returns the distance of this model's loss from another's with `better` or `worse` instead of a sign."""
+    return f"this model is {abs(loss - other):.3f} {'better' if loss < other else 'worse'}"

@@ -126,7 +126,7 @@ def _check_numbers(*, seq_len: int = 2, workers: int | None, shard_bytes: int = 
 def _fingerprints(files: Sequence[InputFile], *, progress: bool) -> list[dict[str, Any]]:
     prints = []
     with (
-        ProgressMeter("hashing input", sum(f.size for f in files), shown=progress) as meter,
+        ProgressMeter("hashing input", sum(f.size for f in files), shown=progress and bool(files)) as meter,
         concurrent.futures.ThreadPoolExecutor(4) as threads,
     ):
         for file, digest in zip(files, threads.map(lambda f: sha256_of(f.path), files), strict=True):

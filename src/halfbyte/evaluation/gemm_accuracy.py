@@ -1,4 +1,4 @@
-"""Accuracy of each quantized GEMM against its recipe and against bf16, and statistics of its operands.
+"""Accuracy of each quantized GEMM against its recipe and against bf16.
 
 `judge_linear` compares with the recipe (`reference_operands`). `wrong` is the fraction of an operand's elements, as
 quantized by the run's own passes, that differ from the reference. `error` is the maximum deviation of a result, as
@@ -6,10 +6,6 @@ computed by the run's own backend, relative to its tolerance: only the order of 
 the whole layer, fused passes included, x and dy depend on other GEMMs, whose last bits are unspecified and change 1% of
 the 4-bit codes. Its error is therefore that of the whole matrix, relative to 5% (PATH_ERROR) of the norm of a product
 of unrelated elements.
-
-`tensor_stats` describes a tensor for a quantizer: range, losses per format, SNR. Each of the tensors x, w and dy of a
-linear is blocked along the axes that its GEMMs contract: x along features (fprop) and tokens (wgrad), w along inputs
-and outputs, dy along features (dgrad) and tokens (wgrad).
 """
 
 import dataclasses
@@ -24,38 +20,19 @@ import jax.numpy as jnp
 from halfbyte.evaluation import reference_operands
 from halfbyte.evaluation.reference_operands import ROLE_TENSOR_AXIS, as_matrix
 from halfbyte.evaluation.step_replay import LinearCapture
-from halfbyte.formats import FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, hadamard_transform, quantize
-from halfbyte.formats.elements import decode
 from halfbyte.ops.grouped_linear import GroupedOperand, grouped_dgrad, grouped_fprop, grouped_operands, grouped_wgrad
 from halfbyte.ops.linear import QuantizedLinear, apply_with_linears, as_token_blocks, weight_operand
 from halfbyte.ops.linear_plan import ExecutionConfig
 from halfbyte.ops.operand import BlockDequantized, Operand, TwoTermOperand
 from halfbyte.ops.quantize_passes import XLA_PASSES, operand_spec
 from halfbyte.ops.quantized_weight import QWeight
-from halfbyte.recipes import GEMM_ROLES, WEIGHT_ROLES, OperandPolicy, recipe
+from halfbyte.recipes import GEMM_ROLES, WEIGHT_ROLES, recipe
 
 BF16_RECIPE = recipe("bf16")
 WEIGHT_GRADIENT = "dw"
 PATH_ERROR = 0.05  # of the norm of a product of unrelated elements: tolerance of dw
-CODES = 256  # of an 8-bit block scale
 TINY = 1e-30  # floor of denominators
 BFLOAT16_ROUNDING = 2.0**-8 * math.sqrt(2 / 3)  # relative, of two roundings, each uniform within half an ulp
-# Row lengths of `blocks_as_rows`, along the contracting axis: 32 is a whole number of blocks in any format.
-BLOCK_SIZES = (32, 16, 1)
-# Tensors are padded to 2**12, 2**16, 2**20, ... elements, so that tensors of similar size share compiled programs.
-FIRST_SIZE, GROWTH = 12, 4
-TILE_ROWS = 16  # of a 2D block
-POLICIES_COMPARED = {
-    "nvfp4": OperandPolicy(NVFP4),
-    "nvfp4 hadamard": OperandPolicy(NVFP4, hadamard=True),
-    "mxfp4": OperandPolicy(MXFP4),
-    "mxfp8": OperandPolicy(MXFP8),
-    "fp8": OperandPolicy(FP8),
-    "fp8 e5m2": OperandPolicy(FP8_E5M2),
-}
-"""Formats whose SNR is reported for every operand; for gradients FP8 is E5M2."""
-NVFP4_2D = OperandPolicy(NVFP4, block="2d")
-"""In addition, for weights."""
 
 
 def gain_and_snr(q: jax.Array, b: jax.Array) -> dict[str, jax.Array]:
@@ -264,104 +241,6 @@ def _accumulation_path_error(
     norms = [jnp.sqrt(jnp.sum((reference_operands.l2_norm(t.values, 0) * t.decode_scale) ** 2)) for t in (x, dy)]
     expected_norm = jnp.maximum(norms[0] * norms[1] / jnp.sqrt(num_rows), 1e-37)
     return jnp.sqrt(jnp.sum((deviation / expected_norm) ** 2)) / PATH_ERROR
-
-
-def tensor_stats(
-    x: jax.Array, policy: OperandPolicy, axis: int, count: jax.Array | None = None
-) -> dict[str, jax.Array]:
-    """Returns the statistics of x, and of x under a policy with rounding to nearest even: the fractions that round to
-    zero and that saturate, how often each block-scale code is used, and the SNR in decibels. Elements beyond the first
-    `count` are zeros that fill whole blocks and are not counted."""
-    x_float32 = x.astype(jnp.float32)
-    num_elements = jnp.float32(x.size) if count is None else count.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(x_float32))
-    scale = jnp.maximum(amax, jnp.float32(TINY))
-    stats = {"amax": amax, "crest": 1 / jnp.maximum(jnp.sqrt(jnp.sum((x_float32 / scale) ** 2) / num_elements), TINY)}
-    if policy.format.element is None:
-        return stats
-    source = hadamard_transform(x, axis=axis, points=policy.hadamard_size) if policy.hadamard else x
-    key = jax.random.key(0) if policy.format.scale.stochastic else None
-    quantized = quantize(source, policy.format, block=policy.block, axis=axis, key=key)
-    dequantized, exact = quantized.dequantize(), source.astype(jnp.float32)
-    is_max_code = jnp.abs(decode(policy.format.element, quantized.codes)) >= policy.format.element.max
-    masks = {
-        "zeros": (dequantized == 0) & (exact != 0),
-        "saturated": is_max_code & (jnp.abs(exact) > jnp.abs(dequantized)),
-    }
-    stats |= {name: jnp.sum(mask.astype(jnp.float32)) / num_elements for name, mask in masks.items()}
-    if quantized.scales is not None:
-        codes = jnp.bincount(jax.lax.bitcast_convert_type(quantized.scales, jnp.uint8).reshape(-1), length=CODES)
-        num_padding_blocks = 0 if count is None else (x.size - count) // (x.size // quantized.scales.size)
-        stats["scale_codes"] = codes.at[0].add(-num_padding_blocks)
-    scale = jnp.maximum(jnp.max(jnp.abs(exact)), jnp.float32(TINY))
-    power, noise = (jnp.sum((t / scale) ** 2) for t in (exact, dequantized - exact))
-    return stats | {"snr": 10 * jnp.log10(jnp.maximum(power, TINY) / jnp.maximum(noise, TINY * 1e-6))}
-
-
-@jax.jit
-def operand_stats_of_linear(capture: LinearCapture) -> dict[str, Any]:
-    """Returns the statistics of a linear's operands under their own policies only, without the comparison of
-    formats."""
-    stats_by_role: dict[str, Any] = {}
-    for role, (name, axis) in ROLE_TENSOR_AXIS.items():
-        policy: OperandPolicy = getattr(capture.recipe, role)
-        if policy.format.quantized:
-            stats = tensor_stats(as_matrix(getattr(capture, name)).astype(jnp.bfloat16), policy, axis)
-            stats_by_role[role] = stats | {"snr": {"own": stats["snr"]}}
-    return stats_by_role
-
-
-def blocks_as_rows(x: jax.Array, policy: OperandPolicy, axis: int) -> jax.Array | None:
-    """Returns the elements of a matrix with whole blocks in a row (a tile in 16 rows), padded with zero rows to one of
-    a few sizes. Returns None if the matrix does not divide into the policy's blocks."""
-    if policy.block == "2d":
-        if any(side % TILE_ROWS for side in x.shape):
-            return None
-        tiles = x.reshape(x.shape[0] // TILE_ROWS, TILE_ROWS, x.shape[1] // TILE_ROWS, TILE_ROWS).transpose(0, 2, 1, 3)
-        rows = tiles.reshape(-1, TILE_ROWS)
-    else:
-        rows = (x if axis == -1 else x.T).reshape(-1, next(run for run in BLOCK_SIZES if x.shape[axis] % run == 0))
-        if rows.shape[1] % policy.quantization_group_size:
-            return None
-    size = FIRST_SIZE
-    while 2**size < x.size:
-        size += GROWTH
-    return jnp.pad(rows, ((0, 2**size // rows.shape[1] - rows.shape[0]), (0, 0)))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _rounding_outcomes(
-    rows: jax.Array, policies: tuple[OperandPolicy, ...], count: jax.Array
-) -> list[dict[str, jax.Array]]:
-    return [tensor_stats(rows, policy, -1, count) for policy in policies]
-
-
-def operand_stats(capture: LinearCapture, role: str) -> dict[str, Any]:
-    """Returns the statistics of one operand under its own policy, and its SNR in every compared format."""
-    (name, axis), own_policy = ROLE_TENSOR_AXIS[role], getattr(capture.recipe, role)
-    x = as_matrix(getattr(capture, name)).astype(jnp.bfloat16)
-    policies = POLICIES_COMPARED | ({"nvfp4 2d": NVFP4_2D} if name == "w" else {})
-    plain = OperandPolicy(
-        own_policy.format, own_policy.block, hadamard=own_policy.hadamard, hadamard_size=own_policy.hadamard_size
-    )
-    if own_policy.format.quantized and plain not in policies.values():
-        policies = policies | {"own": plain}
-    rows = {label: blocks_as_rows(x, policy, axis) for label, policy in policies.items()}
-    stats: dict[str, Any] = {}
-    for block in ("1d", "2d"):
-        group = [label for label, p in policies.items() if p.block == block and rows[label] is not None]
-        if group:
-            outcomes = _rounding_outcomes(rows[group[0]], tuple(policies[label] for label in group), jnp.int32(x.size))
-            stats |= dict(zip(group, jax.device_get(outcomes), strict=True))
-    fp8_label = "fp8 e5m2" if name == "dy" else "fp8"
-    snr = {
-        label: stats[label]["snr"] if label in stats else math.nan for label in policies if not label.startswith("fp8")
-    }
-    snr["fp8"] = stats[fp8_label]["snr"]
-    own_label = {p: label for label, p in policies.items()}.get(plain) if own_policy.format.quantized else None
-    if own_label is None:
-        return {field: stats[fp8_label][field] for field in ("amax", "crest")} | {"snr": snr}
-    return {**stats[own_label], "snr": snr | {"own": stats[own_label]["snr"]}}
 
 
 @functools.partial(jax.jit, static_argnames="backend")

@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from halfbyte import io, models
-from halfbyte.evaluation.gemm_accuracy import gemm_error_stats, operand_stats, operand_stats_of_linear
+from halfbyte.evaluation.gemm_accuracy import gemm_error_stats
+from halfbyte.evaluation.operand_stats import operand_stats, operand_stats_of_linear
 from halfbyte.evaluation.radar import (
     JsonlObserver,
     has_quantized_gemms,
@@ -30,8 +31,8 @@ from halfbyte.evaluation.radar import (
     subsample_batch,
 )
 from halfbyte.evaluation.reference_operands import ROLE_TENSOR_AXIS
-from halfbyte.evaluation.step_replay import StepReplay
-from halfbyte.recipes import ResolvedPolicy, recipe
+from halfbyte.evaluation.step_replay import LinearCapture, StepReplay
+from halfbyte.recipes import WEIGHT_ROLES, ResolvedPolicy, recipe
 from halfbyte.train import TrainConfig
 from halfbyte.train.train_state import StepSnapshot
 
@@ -163,14 +164,16 @@ def inspect_step(
     config: TrainConfig, resolved: ResolvedPolicy, params: Any, batches: Iterable[Any], *, step: int,
     say: Callable[[str], None] = lambda line: None, watch: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:  # fmt: skip
-    """Replay one step on each batch and look at what its linears were given. `say` is told how far it is, `watch` gets
-    (linears done, of)."""
+    """Replay one step on each batch and look at what its linears were given. `say` gets a line per layer, `watch` the
+    number of linears done and of all."""
     replay = StepReplay(config.model, replay_context(config, resolved, None))
     sums: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     noises: dict[tuple[int, str, str], list[float]] = {}
     quantized: set[LayerSite] = set()
     shown, done = list(batches), itertools.count(1)
+    visits = len(shown) * config.model.layers
     say(f"replaying a step of {config.model.layers} layers on {len(shown)} batches; programs are compiled first")
+    begun = None  # after the first layer, which compiles what the others run
     for place, batch in enumerate(shown, 1):
         for layer, linears in replay.layers(params, subsample_batch(batch), microbatch_key(config.rounding_seed, step)):
             for given in linears:
@@ -179,17 +182,38 @@ def inspect_step(
                 tried = plain if given.recipe.quantized else dataclasses.replace(plain, recipe=recipe("nvfp4"))
                 for gemm, numbers in gemm_error_stats(tried, backend=config.precision.backend).items():
                     noises.setdefault((layer, site, gemm), []).append(float(numbers["snr_db"]))
-                for role in ROLE_TENSOR_AXIS:
-                    sums.setdefault((layer, site, role), []).append(operand_stats(plain, role))
-                watch(next(done), len(shown) * config.model.layers * len(linears))
-                if place == 1 and layer == config.model.layers - 1:  # later layers and batches share its programs
+                for role, stats in _operand_stats_of_batch(given, plain, sums, layer).items():
+                    sums.setdefault((layer, site, role), []).append(stats)
+                watch(next(done), visits * len(linears))
+                if begun is None:
                     say(f"batch 1, layer {layer}: {site}")
-            say(f"batch {place} of {len(shown)}: layer {layer} seen, {layer} to go")
+            layers_done = place * config.model.layers - layer
+            begun = begun or (time.monotonic(), layers_done)
+            left = _time_left(begun, layers_done, visits)
+            say(f"batch {place} of {len(shown)}: layer {layer} seen, {layer} to go{left}")
     if not shown:
         raise ValueError("inspect was given no batch; --batches must be 1 or more")
     operands = [summarise_operand(layer, site, role, found) for (layer, site, role), found in sorted(sums.items())]
     gemms = {place: float(np.mean(values)) for place, values in noises.items()}
     return Inspection(operands, gemms, frozenset(quantized), len(shown), step)
+
+
+def _operand_stats_of_batch(
+    given: LinearCapture, plain: LinearCapture, sums: Mapping[tuple[int, str, str], list[dict[str, Any]]], layer: int
+) -> dict[str, dict[str, Any]]:
+    """Returns the statistics of each operand of a linear; those of weights from an earlier batch, which has the same
+    (of experts, another one may be the fullest)."""
+    earlier = {} if given.tiles is not None else {role: sums.get((layer, given.site, role)) for role in WEIGHT_ROLES}
+    known = {role: stats[0] for role, stats in earlier.items() if stats}
+    return operand_stats(plain, [role for role in ROLE_TENSOR_AXIS if role not in known]) | known
+
+
+def _time_left(begun: tuple[float, int], done: int, total: int) -> str:
+    """Returns ", about 40 s left" at the pace since `begun`: (clock, layers done by then)."""
+    clock, first = begun
+    if done in (first, total):
+        return ""
+    return f", about {(time.monotonic() - clock) / (done - first) * (total - done):.0f} s left"
 
 
 def summarise_operand(layer: int, site: str, role: str, found: list[dict[str, Any]]) -> dict[str, Any]:
