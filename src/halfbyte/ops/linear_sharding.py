@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from halfbyte.distributed import manual_axes, shard_map_over
@@ -198,7 +198,7 @@ UNSHARDED = LinearSharding()
 class Placement:
     """A linear on a mesh, by the PartitionSpecs of x, W and y outside the op."""
 
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh
     x: PartitionSpec
     w: PartitionSpec
     y: PartitionSpec

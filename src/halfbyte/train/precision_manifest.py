@@ -8,10 +8,11 @@ step makes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from halfbyte import models, ops
 from halfbyte.devices import Device, native_training
@@ -102,7 +103,7 @@ class StepShapes:
         mesh, rules = self.ctx.mesh, self.ctx.rules
         tokens = site.tokens // axis_size(mesh, (*rules.mesh_axes("batch"), *rules.mesh_axes("seq")))
         k, n = (
-            size // (1 if name in (None, "embed") else axis_size(mesh, rules.mesh_axes(name)))
+            size // (1 if name is None or name == "embed" else axis_size(mesh, rules.mesh_axes(name)))
             for size, name in zip((site.k, site.n), site.axes, strict=True)
         )
         return ops.LinearProblem(recipe, tokens, k, n, self.device, dtype=self.config.precision.compute_dtype)
@@ -113,15 +114,18 @@ def step_shapes(config: TrainConfig, resolved: ResolvedPolicy, *, seq: int, devi
     sizes = total_axis_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
     types = (AxisType.Auto,) * len(ALL_MESH_AXES)
     mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in ALL_MESH_AXES), ALL_MESH_AXES, types)
-    ctx = make_model_context(config, resolved, mesh, None)
+    # Names and sizes of the axes are all that a plan reads of the mesh.
+    ctx = make_model_context(config, resolved, cast(Mesh, mesh), None)
     return StepShapes(config, ctx, config.batch // config.accumulate, seq, device)
 
 
 def _norms(step: StepShapes) -> str:
     ctx, model = step.ctx, step.config.model
     looped = is_scanned(model, ctx.unroll) and not uses_stacked_residuals(ctx.unroll, ctx.remat)
-    shape, where = (step.rows, step.seq, model.embed), {"mesh": ctx.mesh, "rules": ctx.rules}
-    reason = norm_kernel_refusal(shape, ctx.compute_dtype, looped=looped, device=step.device, **where)
+    reason = norm_kernel_refusal(
+        (step.rows, step.seq, model.embed), ctx.compute_dtype, looped=looped, device=step.device, mesh=ctx.mesh,
+        rules=ctx.rules,
+    )  # fmt: skip
     return "kernels" if reason is None else f"{XLA_NAME}: {reason}"
 
 
