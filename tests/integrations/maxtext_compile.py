@@ -2,7 +2,8 @@
 
     python3 tests/integrations/maxtext_compile.py [REPETITIONS]
 
-Each value is that of a process of its own, without a compile cache. `traces`: how often the step was traced, its first call included.
+Each value is that of a process of its own, without a compile cache. `traces`: how often the step was traced, its first
+call included.
 """
 
 import json
