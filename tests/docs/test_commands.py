@@ -123,7 +123,9 @@ NEEDS_INDEX = "needs a package index and a new environment; tests/test_docs.py c
 PARSED_ONLY = {
     "halfbyte": "a word",
     "halfbyte plan llama3.1-405b --device gb300 --count 128": "compiles for minutes; tests/plan runs `plan` on `demo`",
-    "python3 -m halfbyte.integrations.maxtext base.yml quantization=te_nvfp4": "needs MaxText: tests/integrations",
+    "python3 -m halfbyte.integrations.maxtext src/maxtext/configs/base.yml quantization=te_nvfp4": (
+        "needs MaxText: tests/integrations"
+    ),
     "pip install .": NEEDS_INDEX,
     "pip install -c constraints.txt -e .": NEEDS_INDEX,
     "pip install -c constraints.txt -e '.[cuda12]'": NEEDS_INDEX,
