@@ -4,7 +4,9 @@
     python tests/faults/harness.py --kinds kill_one_rank,sigterm --times 1
     python tests/faults/harness.py --write docs/evidence/faults.md
 
-Needs Linux; small file systems need the right to mount (root), and are left out, and said to be, without it.
+FAULTS_SLACK=4 waits four times as long for a step, where others load the machine: "step 8 never came" and "ended with
+999" are then no sign of a hang. Needs Linux; small file systems need the right to mount (root), and are left out, and
+said to be, without it.
 """
 
 import argparse
