@@ -64,7 +64,7 @@ FAST = ["nvfp4-1d-rne", "nvfp4-1d-stochastic", "nvfp4-2d-rne", "mxfp4-1d-rne", "
 @pytest.mark.slow(fast_cases=FAST)
 @pytest.mark.parametrize("fmt, block, rounding", CASES, ids=lambda p: str(p))
 def test_quantize_hard_tensors_equals_table(hard_tensors, fmt, block, rounding):
-    """Of numbers that break quantizers, and of tensors with an infinity or a NaN: the amax keeps it, `dequantize` too."""
+    """Of numbers that break quantizers, and of tensors with an infinity or a NaN: the amax keeps it, values too."""
     tensors = np.concatenate([hard_tensors, hard_tensors[:3]])
     for tensor, bad in zip(tensors[-3:], (np.inf, -np.inf, np.nan)):
         tensor[3, 5] = bad
