@@ -21,8 +21,6 @@ from halfbyte.formats.elements import (
     round_stochastic_midpoint,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_code")
-
 ELEMENTS = [E2M1, E2M3, E3M2, E4M3, E5M2, UE5M3]
 EVERY_BYTE = np.arange(256, dtype=np.uint8)
 

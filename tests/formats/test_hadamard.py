@@ -50,7 +50,6 @@ def test_hadamard16_of_hard_runs_equals_table():
     np.testing.assert_array_equal(table.FIXED_SIGNS, FIXED_RHT_SIGNS)
 
 
-@pytest.mark.usefixtures("quick_code")
 def test_hadamard_longer_runs_equal_table():
     x, signs = (
         np.random.default_rng(5).standard_normal((8, 128)).astype(np.float32),

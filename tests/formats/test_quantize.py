@@ -62,11 +62,9 @@ FAST = ["nvfp4-1d-rne", "nvfp4-1d-stochastic", "nvfp4-2d-rne", "mxfp4-1d-rne", "
 
 
 @pytest.mark.slow(fast_cases=FAST)
-@pytest.mark.usefixtures("quick_code")
 @pytest.mark.parametrize("fmt, block, rounding", CASES, ids=lambda p: str(p))
 def test_quantize_hard_tensors_equals_table(hard_tensors, fmt, block, rounding):
-    """Of numbers that break quantizers, and of tensors with an infinity or a NaN: the amax keeps it, `dequantize` too.
-    XLA's optimizer is on in test_golden."""
+    """Of numbers that break quantizers, and of tensors with an infinity or a NaN: the amax keeps it, values too."""
     tensors = np.concatenate([hard_tensors, hard_tensors[:3]])
     for tensor, bad in zip(tensors[-3:], (np.inf, -np.inf, np.nan)):
         tensor[3, 5] = bad
@@ -129,7 +127,6 @@ def test_quantize_columns_is_transpose_of_rows(hard_tensors, block, axis):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_code")
 def test_quantize_leading_dims_share_one_amax():
     """Of [2, 3, 16, 32], and of a vector; dtypes and shapes of the result."""
     x = np.random.default_rng(0).standard_normal((2, 3, 16, 32)).astype(np.float32)

@@ -43,7 +43,6 @@ def magnitudes(element):
     return np.concatenate([narrow, edges.ravel().view(np.float32)])
 
 
-@pytest.mark.usefixtures("quick_code")
 @pytest.mark.parametrize("rule", [POWER_UP, POWER_FLOOR], ids=["up", "floor"])
 @pytest.mark.parametrize("element", [E2M1, E4M3, E5M2], ids=lambda e: e.name)
 def test_power_scales_of_every_amax_equal_table(element, rule):
@@ -114,7 +113,6 @@ def test_outer_scales_of_zero_inf_or_nan_amax_are_one():
     np.testing.assert_array_equal(decode, np.float32([1, 1, 1, 1]) / np.float32([1, 448, 1, 1]))
 
 
-@pytest.mark.usefixtures("quick_code")
 @pytest.mark.parametrize(
     "fmt, rounding",
     [(formats.NVFP4_QUARTET, "away"), (formats.NVFP4_TETRA, "midpoint"), (formats.NVFP4_EDEN, "away")],
