@@ -218,7 +218,7 @@ class LayerContext:
         """True if there is more than one device."""
         return self.ctx.on_mesh
 
-    def shards_evenly(self, x: jax.Array, *axes: Axes) -> bool:
+    def shards_evenly(self, x: jax.Array | jax.ShapeDtypeStruct, *axes: Axes) -> bool:
         """Returns True if the mesh divides the batch and sequence dims of x evenly under each of these logical axes.
 
         It does not divide the single position of a decoding step.
@@ -233,7 +233,7 @@ class LayerContext:
         return "auto" if plain else self.ctx.backend
 
     def execution(
-        self, x: jax.Array, group: str, names: Sequence[str], weights: Mapping[str, Any]
+        self, x: jax.Array | jax.ShapeDtypeStruct, group: str, names: Sequence[str], weights: Mapping[str, Any]
     ) -> ops.ExecutionConfig:
         """Returns the execution config of the linears `names` of `group` with these weights.
 
