@@ -81,7 +81,7 @@ from halfbyte.ops.quantized_weight import (
 from halfbyte.recipes import LinearKey, Recipe, as_recipe
 
 FLOAT32_DTYPE = jnp.dtype(jnp.float32)
-LINEAR_TENSORS = ("x", "w", "dy")  # of a linear, as a history has them
+LINEAR_TENSORS = ("x", "w", "dy")  # the tensors of a linear, in the order of its amax history
 _Result = TypeVar("_Result")
 
 
@@ -94,23 +94,25 @@ def apply_with_linears(
     With placements it runs in shard_map over their mesh; `specs` are those of `inputs` and of the results. The first
     linear must read x. All linears have the same number of tokens.
     """
-    cuts, layers = execution.shards(len(recipes), inputs[0].ndim), execution.stack_slices or (None,) * len(recipes)
+    shardings, slices = execution.shards(len(recipes), inputs[0].ndim), execution.stack_slices or (None,) * len(recipes)
 
     def local(inputs: Sequence[Any], weights: Sequence[Weight], keys: Sequence[LinearKey | None]) -> _Result:
         x, *rest = inputs
-        tokens = as_token_blocks(x, recipes) if cuts[0] == UNSHARDED else x
-        inside, linears = gathered_input_shape(tokens, cuts[0]), []
-        for w, key, recipe, cut, layer in zip(weights, keys, recipes, cuts, layers, strict=True):
+        tokens = as_token_blocks(x, recipes) if shardings[0] == UNSHARDED else x
+        x_shape, linears = gathered_input_shape(tokens, shardings[0]), []
+        for w, key, recipe, shards, layer in zip(weights, keys, recipes, shardings, slices, strict=True):
             amaxes = w.amaxes if isinstance(w, DelayedScalingWeight) and recipe.amax_history_len else None
             w = w.weight if isinstance(w, DelayedScalingWeight) else w
-            plan = plan_linear(inside, w, recipe, execution, cut)
+            plan = plan_linear(x_shape, w, recipe, execution, shards)
             if not isinstance(w, QWeight):
                 passes, packed = plan.choice.weight_quantize_passes, plan.problem.gathered
-                before = None if amaxes is None else amaxes[LINEAR_TENSORS.index("w")]
+                amax = None if amaxes is None else amaxes[LINEAR_TENSORS.index("w")]
                 layer = layer if passes.reads_stacks else None
-                read = w if layer is None else layer
-                made = quantize_weight_shard(read, recipe, key, cut=cut.w, passes=passes, packed=packed, amax=before)
-                w = dataclasses.replace(made, master=w)
+                source = w if layer is None else layer
+                quantized = quantize_weight_shard(
+                    source, recipe, key, cut=shards.w, passes=passes, packed=packed, amax=amax
+                )
+                w = dataclasses.replace(quantized, master=w)
             else:
                 layer = None
             linears.append(QuantizedLinear(plan, w, key, amaxes, layer))
@@ -118,14 +120,15 @@ def apply_with_linears(
 
     if execution.placements is None:
         return local(inputs, weights, keys)
-    placed = [weight_specs(w, p.w) for w, p in zip(weights, execution.placements, strict=True)]
+    w_specs = [weight_specs(w, p.w) for w, p in zip(weights, execution.placements, strict=True)]
     arrays = (tuple(inputs), tuple(weights), tuple(keys))
-    return run_in_shard_map(local, arrays, (specs[0], tuple(placed)), specs[1], mesh=execution.placements[0].mesh)
+    return run_in_shard_map(local, arrays, (specs[0], tuple(w_specs)), specs[1], mesh=execution.placements[0].mesh)
 
 
 def as_token_blocks(x: jax.Array, recipes: Sequence[Recipe]) -> jax.Array:
-    """x as [tokens..., inputs] such that the recipes' blocks of tokens lie along the next to last axis: unchanged if
-    they fit there, else with all leading dims made one.
+    """Returns x as [tokens..., inputs] with the recipes' token blocks along the next to last axis.
+
+    x is unchanged if that axis is divisible by the blocks. Otherwise all leading dims are merged: [tokens, inputs].
     """
     if x.ndim == 1:
         return x[None]
@@ -139,61 +142,62 @@ def quantize_weight(
     w: jax.Array, *, recipe: Recipe | str, key: jax.Array | None = None, sharding: NamedSharding | None = None,
     amax: jax.Array | None = None,
 ) -> QWeight:  # fmt: skip
-    """`w` [inputs, outputs] under the recipe's weight policies. Gradients with respect to it go straight to `w`.
+    """Quantizes `w` [inputs, outputs] under the recipe's weight policies. Its gradients pass straight through to `w`.
 
-    With a `sharding` each device of its mesh quantizes the part of w that rests there. `amax`, at least that of `w`,
-    stands for the tensor's own where several weights share a tensor scale.
+    With a `sharding` each device of its mesh quantizes its shard of w. `amax`, at least that of `w`, replaces the
+    amax of w where several weights share a per-tensor scale.
     """
     if w.ndim != 2:
         raise ValueError(
             f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims"
         )
     check_weight_dtype(w, "quantize_weight")
-    chosen = as_recipe(recipe, "quantize_weight")
+    checked_recipe = as_recipe(recipe, "quantize_weight")
     if sharding is None or sharding.mesh.size == 1:
-        return quantize_weight_shard(w, chosen, key, amax=amax)
+        return quantize_weight_shard(w, checked_recipe, key, amax=amax)
     cut = dim_axes_of_spec(sharding.spec, 2)
 
     def codes(w: jax.Array, amax: jax.Array | None, cut: DimAxes = ((), ())) -> QWeight:
-        return dataclasses.replace(quantize_weight_shard(w, chosen, key, cut=cut, amax=amax), master=None)
+        return dataclasses.replace(quantize_weight_shard(w, checked_recipe, key, cut=cut, amax=amax), master=None)
 
     specs = weight_specs(jax.eval_shape(codes, w, amax), sharding.spec)
-    given = (sharding.spec, None if amax is None else PartitionSpec())
-    part = functools.partial(codes, cut=cut)
-    made: QWeight = shard_map_over(part, sharding.mesh, given, specs)(w, amax)
-    return dataclasses.replace(made, master=w)
+    in_specs = (sharding.spec, None if amax is None else PartitionSpec())
+    quantize_shard = functools.partial(codes, cut=cut)
+    quantized: QWeight = shard_map_over(quantize_shard, sharding.mesh, in_specs, specs)(w, amax)
+    return dataclasses.replace(quantized, master=w)
 
 
 def quantize_weight_shard(
     w: jax.Array | StackSlice, recipe: Recipe, key: LinearKey | None, *, cut: DimAxes = ((), ()),
     passes: QuantizePasses = XLA_PASSES, amax: jax.Array | None = None, packed: bool = True,
 ) -> QWeight:  # fmt: skip
-    """The weight, or one device's part of one that is `cut`, quantized by `passes` (`packed`, where it is to travel),
-    which may read it where it lies, or by the definition under a given `amax`; of a recipe with a history, that of
-    steps before.
+    """Quantizes a weight, or one device's shard of it under `cut` (the mesh axes of its dims).
+
+    `passes` quantize it and may read it in its stack; `packed` is for a weight that is all-gathered. Under an `amax`
+    the reference quantizes it: the `amax` of earlier steps, if the recipe has a history.
     """
-    constant = lax.stop_gradient(w)
-    array = materialize_slice(constant)
+    constant_w = lax.stop_gradient(w)
+    array = materialize_slice(constant_w)
 
     def codes(role: str, forward: WeightOperand | None = None) -> WeightOperand | None:
-        wanted = operand_spec(recipe, role, key, cut=cut)
-        policy = wanted.policy
+        spec = operand_spec(recipe, role, key, cut=cut)
+        policy = spec.policy
         if not policy.format.quantized:
             return None
-        made: WeightOperand
+        operand: WeightOperand
         if amax is not None and recipe.amax_history_len:
-            made = quantize_weight_reference(array, dataclasses.replace(wanted, amax=amax))
-        elif amax is not None:  # kernels find a tensor's amax themselves
-            made = PackedQTensor.from_qtensor(
-                quantize(array, policy.format, block=policy.block, axis=wanted.axis, amax=amax)
+            operand = quantize_weight_reference(array, dataclasses.replace(spec, amax=amax))
+        elif amax is not None:  # kernels compute the amax themselves and accept none
+            operand = PackedQTensor.from_qtensor(
+                quantize(array, policy.format, block=policy.block, axis=spec.axis, amax=amax)
             )
         elif forward is not None:
-            made = passes.requantize_weight(constant, forward, wanted, packed=packed)
-        elif wanted.signs_key is not None:  # no kernel makes these
-            made = quantize_weight_reference(array, wanted)
+            operand = passes.requantize_weight(constant_w, forward, spec, packed=packed)
+        elif spec.signs_key is not None:  # no kernel quantizes a master under random signs
+            operand = quantize_weight_reference(array, spec)
         else:
-            made = passes.quantize_weight(constant, wanted, packed=packed)
-        return tag_residual(made) if isinstance(made, PackedQTensor) else made
+            operand = passes.quantize_weight(constant_w, spec, packed=packed)
+        return tag_residual(operand) if isinstance(operand, PackedQTensor) else operand
 
     fprop = codes("fprop_w")
     source = fprop if recipe.dgrad_w.source == "requantize_forward" else None
@@ -208,32 +212,33 @@ def weight_operand(
     *,
     made: dict[str, Any] | None = None,
 ) -> Operand:
-    """The weight as the right operand of fprop or dgrad; where it is gathered, that happens here. `passes` read packed
-    codes. In `made` is what was made of it before: both GEMMs may read the same, a backward pass that makes y again
-    reads it twice, and XLA does not find by itself that two gathers are the same.
+    """Returns the weight as the right operand of fprop or dgrad, all-gathered if its storage is sharded.
+
+    `passes` read packed codes. `made` caches operands and gathered codes by role: both GEMMs may read the same ones, a
+    backward pass that recomputes y reads them twice, and XLA does not merge two equal all-gathers.
     """
     made = {} if made is None else made
     shared, codes = shares_fprop_dgrad_codes(weight.recipe), weight.codes(role)
-    one = (
+    shares_operand = (
         shared
         and not isinstance(codes, Fp8Operand)
         and (passes.single_operand_weight or not isinstance(codes, PackedQTensor))
     )
-    role = "fprop_w" if one else role
+    role = "fprop_w" if shares_operand else role
     if role in made:
         return made[role]
     policy, axis = getattr(weight.recipe, role), CONTRACTED_WEIGHT_AXIS[role]
     if codes is None:
-        narrow = quantize_operand(lax.stop_gradient(weight.master), policy, axis=axis, key=None)
-        made[role] = dataclasses.replace(narrow, array=all_gather_dims(narrow.array, shards.weight_storage_axes))
+        operand = quantize_operand(lax.stop_gradient(weight.master), policy, axis=axis, key=None)
+        made[role] = dataclasses.replace(operand, array=all_gather_dims(operand.array, shards.weight_storage_axes))
     elif not isinstance(codes, PackedQTensor):
         made[role] = gather_kernel_weight(codes, role, shards) if axes_in(shards.weight_storage_axes) else codes
     else:
         made[role] = passes.all_gather_weight(codes, policy, axis=axis, shards=shards)
     if made[role] is None:
-        whole = "shared codes" if shared else f"codes of {role}"
-        made[whole] = made[whole] if whole in made else all_gather_codes(codes, shards)
-        made[role] = passes.load_packed_weight(made[whole], policy, axis=axis)
+        gathered_key = "shared codes" if shared else f"codes of {role}"
+        made[gathered_key] = made[gathered_key] if gathered_key in made else all_gather_codes(codes, shards)
+        made[role] = passes.load_packed_weight(made[gathered_key], policy, axis=axis)
     return made[role]
 
 
@@ -242,50 +247,52 @@ def weight_operand(
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedLinear:
-    """One linear of a traced program."""
+    """One linear of a traced program: its static plan, its weight, its random key and its amax history."""
 
     plan: LinearPlan
     weight: QWeight
     key: LinearKey | None
     amaxes: jax.Array | None = None  # as in `DelayedScalingWeight`
-    layer: StackSlice | None = None  # the weight in a stack of layers, for passes that read it there
+    layer: StackSlice | None = None  # the weight's slice of a stack of layers, for passes that read it there
 
     @property
     def passes(self) -> QuantizePasses:
-        """The passes that quantize x and dy."""
+        """Returns the passes that quantize x and dy."""
         return self.plan.choice.passes
 
     def operand_spec(self, role: str, *, kept: bool = False) -> OperandSpec:
-        """The wish for one of its operands."""
+        """Returns what to quantize for the operand `role`; `kept`: as a residual."""
         shards = self.plan.sharding
-        cut = shards.dy if role.endswith("dy") else shards.x
-        wanted = operand_spec(self.plan.recipe, role, self.key, kept=kept, cut=cut)
+        dim_axes = shards.dy if role.endswith("dy") else shards.x
+        spec = operand_spec(self.plan.recipe, role, self.key, kept=kept, cut=dim_axes)
         if self.amaxes is None:
-            return wanted
-        return dataclasses.replace(wanted, amax=self.amaxes[LINEAR_TENSORS.index(role.partition("_")[2])])
+            return spec
+        return dataclasses.replace(spec, amax=self.amaxes[LINEAR_TENSORS.index(role.partition("_")[2])])
 
     def quantize(self, x: jax.Array, *roles: str, kept: tuple[str, ...] = ()) -> list[OperandOrResidual]:
-        """Its operands of x (or dy), in one pass; those in `kept` as residuals."""
+        """Returns the operands `roles` of x (or dy), quantized in one pass; those in `kept` as residuals."""
         return self.passes.quantize_operands(x, [self.operand_spec(role, kept=role in kept) for role in roles])
 
     def operand_from_residual(self, kept: Any, role: str) -> Operand:
-        """A residual as an operand."""
+        """Returns a saved residual as the operand `role`."""
         return self.passes.operand_from_residual(kept, getattr(self.plan.recipe, role))
 
     def fprop(self, x: Operand | TwoTermOperand, dtype: jnp.dtype, *, defer_alpha: bool = False) -> ArrayOrDeferred:
         """Returns y = x W, sharded as y. `defer_alpha` is for consumers that apply alpha themselves."""
         shards = self.plan.sharding
         w = weight_operand(self.weight, "fprop_w", shards, self.passes, made=self._gathered_weight_cache)
-        given = FLOAT32_DTYPE if shards.input_axes else dtype
+        gemm_dtype = FLOAT32_DTYPE if shards.input_axes else dtype
         multiply = self._gemm_fn(
             FPROP, defer_alpha=defer_alpha and not shards.input_axes and not isinstance(x, TwoTermOperand)
         )
         if isinstance(x, TwoTermOperand):
             y = apply_epilogue(
-                multiply(FPROP, x.first, w, FLOAT32_DTYPE) + multiply(FPROP, x.remainder, w, FLOAT32_DTYPE), None, given
+                multiply(FPROP, x.first, w, FLOAT32_DTYPE) + multiply(FPROP, x.remainder, w, FLOAT32_DTYPE),
+                None,
+                gemm_dtype,
             )
         else:
-            y = multiply(FPROP, x, w, given)
+            y = multiply(FPROP, x, w, gemm_dtype)
         return reduce_partial_sums(y, shards.input_axes, shards.y_lead, dtype) if shards.input_axes else y
 
     def dgrad(
@@ -304,37 +311,38 @@ class QuantizedLinear:
 
     def wgrad(self, x: Operand, dy: Operand) -> ArrayOrDeferred:
         """Returns dw = x^T dy of local tokens in the reduce dtype; [outputs, inputs] under `transpose_wgrad`."""
-        sides = (dy, x) if self.plan.problem.transpose_wgrad else (x, dy)
-        travels = self._grad_reduce_dtype
-        return self._gemm_fn(WGRAD, defer_alpha=travels != self.plan.weight_dtype)(WGRAD, *sides, travels)
+        operands = (dy, x) if self.plan.problem.transpose_wgrad else (x, dy)
+        reduce_dtype = self._grad_reduce_dtype
+        return self._gemm_fn(WGRAD, defer_alpha=reduce_dtype != self.plan.weight_dtype)(WGRAD, *operands, reduce_dtype)
 
     def weight_gradient(self, dw: ArrayOrDeferred, x: Operand, dy: Operand) -> "QuantizedLinear":
-        """`wgrad` of x and dy in the dtype of the weight, where it rests: sums over the axes that it is gathered over;
-        as the cotangent of this linear.
+        """Returns the cotangent of this linear: `dw`, its `wgrad` of x and dy, in the weight's dtype and sharding.
+
+        dw is reduce-scattered over the axes that the weight is all-gathered over.
         """
         shards, dtype = self.plan.sharding, self.plan.weight_dtype
-        owed = dw.alpha if isinstance(dw, DeferredAlpha) else None  # the same on all devices: of whole tensors
+        alpha = dw.alpha if isinstance(dw, DeferredAlpha) else None  # of global tensors: the same on all devices
         dw = mask_to_first_shard(dw.array if isinstance(dw, DeferredAlpha) else dw, shards.replicated_axes)
         dw = reduce_scatter_gradient(dw, self._grad_scatter_axes, shards.reduce_dtype)
-        dw = dw.astype(dtype) if owed is None else dw.astype(dtype) * owed
-        turned = self.plan.problem.transpose_wgrad
-        weight = QWeight(dw.T if turned else dw, None, None, self.plan.recipe)
+        dw = dw.astype(dtype) if alpha is None else dw.astype(dtype) * alpha
+        transposed = self.plan.problem.transpose_wgrad
+        weight = QWeight(dw.T if transposed else dw, None, None, self.plan.recipe)
         return QuantizedLinear(self.plan, weight, None, None if self.amaxes is None else self._observed_amaxes(x, dy))
 
     def _observed_amaxes(self, x: Operand, dy: Operand) -> jax.Array:
-        """float32 [3]: the largest magnitudes of whole x, W and dy; on one device, for all of them are summed over."""
+        """Returns the amaxes of global x, W and dy, float32 [3]; zeros on all shards but one, as they are summed."""
         assert isinstance(x, QuantizedOperand) and isinstance(dy, QuantizedOperand), (
             "by the definition, which takes a given amax"
         )
-        found, shards = (x.codes.amax, self.weight.fprop.amax, dy.codes.amax), self.plan.sharding
+        amaxes, shards = (x.codes.amax, self.weight.fprop.amax, dy.codes.amax), self.plan.sharding
         return mask_to_first_shard(
-            jnp.stack(found),
+            jnp.stack(amaxes),
             (*axes_in(shards.token_axes), *shards.input_axes, *shards.output_axes, *shards.replicated_axes),
         )
 
     @property
     def _grad_scatter_axes(self) -> DimAxes:
-        """Axes that dw is scattered over, as wgrad has it."""
+        """Returns the axes that dw is reduce-scattered over, in the order of the dims that wgrad returns."""
         return self.plan.sharding.weight_storage_axes[:: -1 if self.plan.problem.transpose_wgrad else 1]
 
     @property
@@ -358,28 +366,30 @@ class QuantizedLinear:
         check_token_blocks(self.plan.problem)
         recipe, weight = self.plan.recipe, self.weight
         passes = self.plan.choice.weight_quantize_passes if self.plan.weight_residual == "master" else XLA_PASSES
-        fprop, dgrad = (None if made is None else passes.weight_residual(made) for made in (weight.fprop, weight.dgrad))
-        read = not recipe.dgrad_w.format.quantized or (recompute_fprop and not recipe.fprop_w.format.quantized)
-        anchor = weight.master if read or self.layer is None else self.layer
-        read = read or any(isinstance(c, WeightScalesResidual) for c in (fprop, dgrad))
-        return dataclasses.replace(self, weight=QWeight(anchor if read else None, fprop, dgrad, recipe), layer=None)
+        fprop, dgrad = (
+            None if codes is None else passes.weight_residual(codes) for codes in (weight.fprop, weight.dgrad)
+        )
+        reads = not recipe.dgrad_w.format.quantized or (recompute_fprop and not recipe.fprop_w.format.quantized)
+        master = weight.master if reads or self.layer is None else self.layer
+        reads = reads or any(isinstance(c, WeightScalesResidual) for c in (fprop, dgrad))
+        return dataclasses.replace(self, weight=QWeight(master if reads else None, fprop, dgrad, recipe), layer=None)
 
     def rematerialize(self, *, depends_on: jax.Array) -> "QuantizedLinear":
         """Rebuilds the linear from its residuals, bit for bit.
 
         The barrier on `depends_on` keeps XLA from rematerializing the weights of all layers at once.
         """
-        kept = self.weight
+        saved = self.weight
 
         def restore(
             role: str, codes: WeightResidual | None, forward: WeightOperand | None = None
         ) -> WeightOperand | None:
             if not isinstance(codes, WeightScalesResidual):
                 return codes
-            late, _ = lax.optimization_barrier((codes, depends_on))
+            scales, _ = lax.optimization_barrier((codes, depends_on))
             spec = operand_spec(self.plan.recipe, role, self.key, cut=self.plan.sharding.w)
-            return self.plan.choice.weight_quantize_passes.rematerialize_weight(kept.master, late, spec, forward)
+            return self.plan.choice.weight_quantize_passes.rematerialize_weight(saved.master, scales, spec, forward)
 
-        fprop = restore("fprop_w", kept.fprop)
-        made = dataclasses.replace(kept, fprop=fprop, dgrad=restore("dgrad_w", kept.dgrad, fprop))
-        return dataclasses.replace(self, weight=made)
+        fprop = restore("fprop_w", saved.fprop)
+        weight = dataclasses.replace(saved, fprop=fprop, dgrad=restore("dgrad_w", saved.dgrad, fprop))
+        return dataclasses.replace(self, weight=weight)

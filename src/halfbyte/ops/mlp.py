@@ -37,13 +37,13 @@ from halfbyte.renamed import renamed_parameters
 MLP_LINEARS = ("gate", "up", "down")
 RESIDUALS = ("operands", "input")
 X_ROLES = ("fprop_x", "wgrad_x")  # the operands of x
-ActivationStacks = tuple[jax.Array, jax.Array, jax.Array]  # the stacks of g and of u, and the number of the layer
+ActivationStacks = tuple[jax.Array, jax.Array, jax.Array]  # the stacks of g and of u, and the layer's index
 Recipes = Recipe | str | Mapping[str, Recipe | str]
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedActivationConfig:
-    """What lies between the linears: the activation, and what of it is kept."""
+    """Configures the op between the linears: the activation, and which residuals the VJP saves (`RESIDUALS`)."""
 
     activation: Activation = SILU
     residuals: str = "operands"
@@ -53,12 +53,12 @@ class GatedActivationConfig:
             raise ValueError(f"residuals must be one of {', '.join(RESIDUALS)}, got {self.residuals!r}")
 
     def fused_passes_of(self, linears: Sequence[QuantizedLinear]) -> GatedQuantizePasses | None:
-        """The passes that hold the activation, if one set of them serves all three linears."""
+        """Returns the passes that fuse the activation, None if the three linears do not share such passes."""
         recipes = [linear.plan.recipe for linear in linears]
         return shared_gated_passes([linear.passes for linear in linears], self.activation, recipes)
 
     def uses_stacked_residuals(self, linears: Sequence[QuantizedLinear], place: ActivationStacks | None) -> bool:
-        """Returns True if g and u are saved at `place`: if kernels write and read them there."""
+        """Returns True if kernels write g and u into the stacks of `place` and read them there."""
         fused = self.fused_passes_of(linears)
         return place is not None and fused is not None and fused.supports_stacked_residuals
 
@@ -69,7 +69,7 @@ SWIGLU_CONFIG = GatedActivationConfig()
 def shared_gated_passes(
     passes: Sequence[QuantizePasses], activation: Activation, recipes: Sequence[Recipe]
 ) -> GatedQuantizePasses | None:
-    """The passes of the linears, if they are the same and hold the activation under these recipes; else None."""
+    """Returns the passes of the linears if all are equal and fuse the activation under these recipes, else None."""
     first = passes[0]
     several = any(each != first for each in passes) or any(recipe.remainder for recipe in recipes)
     if not isinstance(first, GatedQuantizePasses) or several:
@@ -86,15 +86,15 @@ def mlp(
 ) -> jax.Array:  # fmt: skip
     """Gated MLP of x [..., embed] with gate, up [embed, hidden] and down [hidden, embed], in x's dtype.
 
-    `recipe`, or its name, is one for all three linears or one each by the names gate, up, down; `key` is folded by
-    those names. `residuals` says what is saved for the backward pass: the `operands`, or the `input` alone, from which
-    the backward pass computes them again. Weights are saved as packed codes. A backend whose GEMM reads bf16 operands
-    dequantizes the weight again from the `master`; `weight_residual="codes"` saves its codes, for a master that is
+    `recipe`: a recipe or its name, for all three linears or by the names gate, up and down; `key` is folded by those
+    names. `residuals` selects what is saved for the backward pass: the `operands`, or only the `input`, from which the
+    backward pass rematerializes them. Weights are saved as packed codes. A backend whose GEMM reads bf16 operands
+    rematerializes the weight from the `master`; `weight_residual="codes"` saves its codes, for a master that is
     itself a copy. With `placements` each device of their mesh computes its shard with the kernels of one device;
     `partitioned_by_xla` as for `qdot`.
     """
-    placed = None if placements is None else tuple(placements[site] for site in MLP_LINEARS)
-    execution = ExecutionConfig(backend, placed, weight_residual, partitioned_by_xla)
+    linear_placements = None if placements is None else tuple(placements[site] for site in MLP_LINEARS)
+    execution = ExecutionConfig(backend, linear_placements, weight_residual, partitioned_by_xla)
     config = GatedActivationConfig(activation, residuals)
     return mlp_with_stacked_residuals(
         x, (gate, up, down), None, recipe=recipe, key=key, config=config, execution=execution
@@ -108,22 +108,23 @@ def mlp_with_stacked_residuals(
 ) -> tuple[jax.Array, ActivationStacks | None]:  # fmt: skip
     """Returns (`mlp` with weights gate, up and down, `place` with g and u written into its stacks).
 
-    `key`: one for all, or a tuple with one each. The backward pass reads g and u from the cotangent of `place`: that of
-    the stacks [layers, *x.shape[:-1], hidden] must be the stacks, as `mosaic_launch.return_as_cotangent` returns them.
-    On a mesh both are sharded as gate's result, which must be sharded over all axes. If no kernel reads them in the
-    stack, or `place` is None, it is returned unchanged and g and u are residuals as usual.
+    `key`: one for all three linears, or a tuple of three. The backward pass reads g and u from the cotangent of
+    `place`: that of the stacks [layers, *x.shape[:-1], hidden] must be the stacks, as
+    `mosaic_launch.return_as_cotangent` returns them. On a mesh both are sharded as gate's result, which must be
+    sharded over all axes. If no kernel reads them in the stack, or `place` is None, `place` is returned unchanged and
+    g and u are ordinary residuals.
     """
     recipes = _recipes(recipe)
     _check(x, weights, recipes)
     if not isinstance(key, tuple):
-        own = warn_if_key_shared(key, recipes, (x, *weights))
-        key = tuple(None if own is None else site_key(own, site) for site in MLP_LINEARS)
+        checked_key = warn_if_key_shared(key, recipes, (x, *weights))
+        key = tuple(None if checked_key is None else site_key(checked_key, site) for site in MLP_LINEARS)
     specs: tuple[Any, Any] = (), ()
     if execution.placements is not None:
         first, _, last = placed = execution.placements
         _check_placements(placed, x.ndim)
-        at = None if place is None else (*[PartitionSpec(None, *first.y)] * 2, PartitionSpec())
-        specs = (first.x, at), (last.y, at)
+        stacks_spec = None if place is None else (*[PartitionSpec(None, *first.y)] * 2, PartitionSpec())
+        specs = (first.x, stacks_spec), (last.y, stacks_spec)
 
     def products(
         tokens: jax.Array, linears: tuple[QuantizedLinear, ...], place: ActivationStacks | None
@@ -131,17 +132,17 @@ def mlp_with_stacked_residuals(
         y, place = _mlp(config, tokens, linears, place)
         return y if y.ndim == x.ndim else y.reshape(x.shape), place  # [tokens..., embed] -> [..., embed]
 
-    given = (x, place)
-    y, place = apply_with_linears(products, given, weights, key, recipes=recipes, execution=execution, specs=specs)
+    inputs = (x, place)
+    y, place = apply_with_linears(products, inputs, weights, key, recipes=recipes, execution=execution, specs=specs)
     return y.astype(x.dtype), place
 
 
 def _check_placements(placements: Sequence[Placement], ndim: int) -> None:
-    """Gate and up read one x, and down reads h where it is."""
+    """Raises ValueError unless gate and up read one x, and down reads h as they return it, without a collective."""
     gate, up, down = (p.shards(ndim) for p in placements)
     if (gate.x, gate.x_lead) != (up.x, up.x_lead) or len({p.mesh for p in placements}) > 1:
         raise ValueError(f"placements: gate and up have one mesh and one x, got {placements[0]} and {placements[1]}")
-    if not gate.dy == up.dy == down.x or any(axes_in(cut) for cut in (gate.y_lead, up.y_lead, down.x_lead)):
+    if not gate.dy == up.dy == down.x or any(axes_in(dim_axes) for dim_axes in (gate.y_lead, up.y_lead, down.x_lead)):
         raise ValueError(
             f"placements: gate's and up's y must be cut as down's x, their tokens as x's, "
             f"got {placements[0].y}, {placements[1].y} and {placements[2].x}"
@@ -180,20 +181,22 @@ def _quantize_h(
     linears: Sequence[QuantizedLinear],
     place: ActivationStacks | None,
 ) -> tuple[OperandOrResidual, ActivationStacks | None]:
-    """(down's operand of h for fprop, `place` with g and u written there where they are kept there)."""
+    """Returns (down's operand of h for fprop, `place`; with g and u written if it holds the residuals)."""
     fused, down = config.fused_passes_of(linears), linears[2]
     requests = [down.operand_spec("fprop_x")]
     if place is None or not config.uses_stacked_residuals(linears, place):
-        made = fused.activate(g, u, requests) if fused else down.quantize(config.activation.forward(g, u), "fprop_x")
-        return made[0], place
-    layers = _stack_slices(place, g.shape[:-1])
+        operands = (
+            fused.activate(g, u, requests) if fused else down.quantize(config.activation.forward(g, u), "fprop_x")
+        )
+        return operands[0], place
+    slices = _stack_slices(place, g.shape[:-1])
     if fused:
-        made, stacks = fused.activate_to_stacks(g, u, requests, layers)
+        operands, stacks = fused.activate_to_stacks(g, u, requests, slices)
     else:
-        made = down.quantize(config.activation.forward(g, u), "fprop_x")
-        stacks = tuple(at.write_to_stack(y) for at, y in zip(layers, (g, u), strict=True))
-    g_stack, u_stack = (s.reshape(p.shape) for s, p in zip(stacks, place[:2], strict=True))
-    return made[0], (g_stack, u_stack, place[2])
+        operands = down.quantize(config.activation.forward(g, u), "fprop_x")
+        stacks = tuple(stack_slice.write_to_stack(product) for stack_slice, product in zip(slices, (g, u), strict=True))
+    g_stack, u_stack = (new_stack.reshape(stack.shape) for new_stack, stack in zip(stacks, place[:2], strict=True))
+    return operands[0], (g_stack, u_stack, place[2])
 
 
 def _quantize_backward_operands(
@@ -203,27 +206,27 @@ def _quantize_backward_operands(
     dh: ArrayOrDeferred,
     linears: Sequence[QuantizedLinear],
 ):
-    """The operands of dg and du for dgrad and wgrad, and of h for wgrad."""
+    """Returns the operands of dg and du for dgrad and wgrad, and of h for wgrad."""
     gate, up, down = linears
-    dg_wanted, du_wanted = ([site.operand_spec(role) for role in ("dgrad_dy", "wgrad_dy")] for site in (gate, up))
-    h_wanted, fused = [down.operand_spec("wgrad_x")], config.fused_passes_of(linears)
+    dg_specs, du_specs = ([site.operand_spec(role) for role in ("dgrad_dy", "wgrad_dy")] for site in (gate, up))
+    h_specs, fused = [down.operand_spec("wgrad_x")], config.fused_passes_of(linears)
     if fused:
-        return fused.activate_backward(g, u, dh, dg_wanted, du_wanted, h_wanted)
+        return fused.activate_backward(g, u, dh, dg_specs, du_specs, h_specs)
     g, u = materialize_slice(g), materialize_slice(u)
     dg, du = config.activation.backward(g, u, dh)
     h = config.activation.forward(g, u)
-    made = gate.passes.quantize(dg, dg_wanted), up.passes.quantize(du, du_wanted)
-    return *made, down.passes.quantize(h, h_wanted)
+    gradient_operands = gate.passes.quantize(dg, dg_specs), up.passes.quantize(du, du_specs)
+    return *gradient_operands, down.passes.quantize(h, h_specs)
 
 
 def _defers_alpha(config: GatedActivationConfig, linears: Sequence[QuantizedLinear]) -> bool:
-    """Whether whoever holds the activation takes what GEMMs owe to g, u and dh."""
+    """Returns True if the fused activation passes apply the deferred alpha of g, u and dh."""
     fused = config.fused_passes_of(linears)
     return fused is not None and fused.accepts_deferred_alpha
 
 
 def _stack_slices(place: ActivationStacks, lead: tuple[int, ...]) -> list[StackSlice]:
-    """Where g and u [*lead, hidden] of a layer lie."""
+    """Returns the stack slices of g and u [*lead, hidden] of one layer."""
     return [StackSlice(stack, place[2]).reshape(*lead, stack.shape[-1]) for stack in place[:2]]
 
 
@@ -238,9 +241,12 @@ def _load_stacked_residuals(
     extras: tuple[Any, ...], stacks: tuple[jax.Array, jax.Array], lead: tuple[int, ...]
 ) -> list[ArrayOrDeferred]:
     """Returns g and u [*lead, hidden] of a layer as slices of the stacks."""
-    *owed, number = extras
-    layers: list[ArrayOrDeferred] = list(_stack_slices((*stacks, number), lead))
-    return [p if factor is None else DeferredAlpha(p, factor) for p, factor in zip(layers, owed, strict=True)]
+    *alphas, layer_index = extras
+    slices: list[ArrayOrDeferred] = list(_stack_slices((*stacks, layer_index), lead))
+    return [
+        product if alpha is None else DeferredAlpha(product, alpha)
+        for product, alpha in zip(slices, alphas, strict=True)
+    ]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -249,8 +255,8 @@ def _mlp(
 ):
     """y = h Wd with h = a(g) u, g = x Wg, u = x Wu."""
     (gate, up, down), defer_alpha = linears, _defers_alpha(config, linears)
-    inside = gather_linear_input(x, gate.plan.sharding)
-    (x_gate,), (x_up,) = quantize_shared_x(inside, (gate, up), ("fprop_x",))
+    gathered_x = gather_linear_input(x, gate.plan.sharding)
+    (x_gate,), (x_up,) = quantize_shared_x(gathered_x, (gate, up), ("fprop_x",))
     g, u = gate.fprop(x_gate, x.dtype, defer_alpha=defer_alpha), up.fprop(x_up, x.dtype, defer_alpha=defer_alpha)
     h, place = _quantize_h(config, g, u, linears, place)
     return down.fprop(h, x.dtype), place
@@ -258,38 +264,39 @@ def _mlp(
 
 def _mlp_fwd(config, x, linears, place):
     (gate, up, down), defer_alpha = linears, _defers_alpha(config, linears)
-    kept = tuple(site.to_residuals(recompute_fprop=config.residuals == "input") for site in linears)
-    inside, again = gather_linear_input(x, gate.plan.sharding), config.residuals == "input"
-    maxima = shared_x_amax(inside, (gate, up), X_ROLES) if again else []
+    saved_linears = tuple(site.to_residuals(recompute_fprop=config.residuals == "input") for site in linears)
+    gathered_x, recompute = gather_linear_input(x, gate.plan.sharding), config.residuals == "input"
+    amaxes = shared_x_amax(gathered_x, (gate, up), X_ROLES) if recompute else []
     (x_gate, *gate_column), (x_up, *up_column) = quantize_shared_x(
-        inside, (gate, up), X_ROLES[:1] if again else X_ROLES, kept=("wgrad_x",), maxima=maxima
+        gathered_x, (gate, up), X_ROLES[:1] if recompute else X_ROLES, kept=("wgrad_x",), maxima=amaxes
     )
     g, u = gate.fprop(x_gate, x.dtype, defer_alpha=defer_alpha), up.fprop(x_up, x.dtype, defer_alpha=defer_alpha)
     h, place = _quantize_h(config, g, u, linears, place)
     y = down.fprop(h, x.dtype)
-    if again:
-        return (y, place), ((x, maxima), kept)
+    if recompute:
+        return (y, place), ((x, amaxes), saved_linears)
     columns = dedupe_operands((gate, up), "wgrad_x", [*gate_column, *up_column])
     products = (
         _stacked_residual_extras((g, u), place)
         if config.uses_stacked_residuals(linears, place)
         else tag_residual((g, u))
     )
-    return (y, place), ((columns, products), kept)
+    return (y, place), ((columns, products), saved_linears)
 
 
 def _rematerialize_products(config, saved, linears, dtype):
-    """((wgrad's operands of x for gate and for up), g and u as they were kept): loaded, or made again from x."""
+    """Returns ((wgrad's operands of x for gate and for up), g and u as saved), loaded or rematerialized from x."""
     (gate, up, _), defer_alpha = linears, _defers_alpha(config, linears)
     if config.residuals == "operands":
         columns, products = saved
-        kept = [columns[first] for first in first_with_same_operand((gate, up), "wgrad_x")]
+        saved_columns = [columns[index] for index in first_with_same_operand((gate, up), "wgrad_x")]
         return [
-            site.operand_from_residual(column, "wgrad_x") for site, column in zip((gate, up), kept, strict=True)
+            site.operand_from_residual(column, "wgrad_x")
+            for site, column in zip((gate, up), saved_columns, strict=True)
         ], products
-    x, maxima = saved
-    inside = gather_linear_input(x, gate.plan.sharding)
-    (x_gate, gate_column), (x_up, up_column) = quantize_shared_x(inside, (gate, up), X_ROLES, maxima=maxima)
+    x, amaxes = saved
+    gathered_x = gather_linear_input(x, gate.plan.sharding)
+    (x_gate, gate_column), (x_up, up_column) = quantize_shared_x(gathered_x, (gate, up), X_ROLES, maxima=amaxes)
     return (gate_column, up_column), (
         gate.fprop(x_gate, dtype, defer_alpha=defer_alpha),
         up.fprop(x_up, dtype, defer_alpha=defer_alpha),
@@ -297,24 +304,26 @@ def _rematerialize_products(config, saved, linears, dtype):
 
 
 def _mlp_bwd(config, residuals, gradients):
-    saved, kept = residuals
+    saved, saved_linears = residuals
     dy, place = gradients  # the cotangents of stacks are stacks
-    gate, up, down = linears = [site.rematerialize(depends_on=dy) for site in kept]
+    gate, up, down = linears = [site.rematerialize(depends_on=dy) for site in saved_linears]
     (x_gate, x_up), products = _rematerialize_products(config, saved, linears, dy.dtype)
-    inside = all_gather_dims(dy, down.plan.sharding.y_lead)
+    gathered_dy = all_gather_dims(dy, down.plan.sharding.y_lead)
     g, u = (
-        _load_stacked_residuals(products, place[:2], inside.shape[:-1])
+        _load_stacked_residuals(products, place[:2], gathered_dy.shape[:-1])
         if config.uses_stacked_residuals(linears, place)
         else products
     )
-    dy_row, dy_column = down.quantize(inside, "dgrad_dy", "wgrad_dy")
+    dy_row, dy_column = down.quantize(gathered_dy, "dgrad_dy", "wgrad_dy")
     dh = down.dgrad(dy_row, dy.dtype, defer_alpha=_defers_alpha(config, linears))
-    made = _quantize_backward_operands(config, g, u, dh, linears)
-    (dg_row, dg_column), (du_row, du_column), (h_column,) = made
+    backward_operands = _quantize_backward_operands(config, g, u, dh, linears)
+    (dg_row, dg_column), (du_row, du_column), (h_column,) = backward_operands
     pairs = (x_gate, dg_column), (x_up, du_column), (h_column, dy_column)
     dw = tuple(site.wgrad(*pair) for site, pair in zip(linears, pairs, strict=True))
     dx = add_and_round(gate.dgrad(dg_row, dy.dtype, overlap_with=dw), up.dgrad(du_row, dy.dtype, overlap_with=dw))
-    gradients = (site.weight_gradient(each, *pair) for site, each, pair in zip(linears, dw, pairs, strict=True))
+    gradients = (
+        site.weight_gradient(weight_grad, *pair) for site, weight_grad, pair in zip(linears, dw, pairs, strict=True)
+    )
     return dx, tuple(gradients), place
 
 
