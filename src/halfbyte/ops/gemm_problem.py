@@ -1,6 +1,6 @@
-"""The three GEMMs of a linear y = x W, their epilogue, and the problem that a backend is asked to serve.
+"""The three GEMMs of a linear y = x W, their epilogue, and the problem that a backend is chosen for.
 
-| GEMM  | equation    | left operand           | right operand          | sums over |
+| GEMM  | equation    | left operand           | right operand          | contracts |
 |-------|-------------|------------------------|------------------------|-----------|
 | fprop | y  = x W    | x [tokens..., inputs]  | W [inputs, outputs]    | inputs    |
 | dgrad | dx = dy W^T | dy [tokens..., outputs]| W [inputs, outputs]    | outputs   |
@@ -63,7 +63,7 @@ GEMMS = (FPROP, DGRAD, WGRAD)
 class LinearProblem:
     """y = x W with x [tokens, inputs], W [inputs, outputs], as one device multiplies them.
 
-    `training` asks for all three GEMMs, otherwise only for fprop. `weight_shards` counts the shards of the stored
+    With `training` it has all three GEMMs, otherwise only fprop. `weight_shards` counts the shards of the stored
     weight's inputs and outputs, which are all-gathered before a GEMM.
     """
 
@@ -75,27 +75,27 @@ class LinearProblem:
     training: bool = True
     dtype: str = "bfloat16"  # of the activations
     weight_dtype: str = "float32"  # of the master weight
-    partitioned_by_xla: bool = False  # over more than one device, by the compiler
+    partitioned_by_xla: bool = False  # XLA partitions the program over several devices
     weight_shards: tuple[int, int] = (1, 1)
 
     @property
     def gathered(self) -> bool:
-        """Whether the weight is all-gathered before a GEMM reads it."""
+        """Returns True if the weight is all-gathered before a GEMM reads it."""
         return self.weight_shards != (1, 1)
 
     @property
     def weight_shard_shape(self) -> tuple[int, int]:
-        """The shape of one device's shard of the stored weight."""
+        """Returns the shape of one device's shard of the stored weight."""
         return self.inputs // self.weight_shards[0], self.outputs // self.weight_shards[1]
 
     @property
     def gemms(self) -> tuple[GemmKind, ...]:
-        """The GEMMs asked for."""
+        """Returns all three GEMMs, or only fprop without `training`."""
         return GEMMS if self.training else (FPROP,)
 
     @property
     def quantized_gemms(self) -> tuple[GemmKind, ...]:
-        """Those with a quantized operand."""
+        """Returns the GEMMs with a quantized operand."""
         formats = {gemm: [getattr(self.recipe, role).format for role in gemm.roles] for gemm in self.gemms}
         return tuple(gemm for gemm in self.gemms if any(fmt.quantized for fmt in formats[gemm]))
 
@@ -105,7 +105,7 @@ class LinearProblem:
 
     @property
     def transpose_wgrad(self) -> bool:
-        """Whether wgrad computes dw^T = dy^T x: if only the outputs of the weight are sharded.
+        """Returns True if wgrad computes dw^T = dy^T x: if only the outputs of the weight are sharded.
 
         A reduce-scatter then shards the leading dim. Along another dim XLA would transpose the whole result first.
         """
@@ -114,8 +114,8 @@ class LinearProblem:
     def gemm_sizes_mnk(self, gemm: GemmKind) -> tuple[int, int, int]:
         """Returns (m, n, k): rows and columns of the result, and the contracted size."""
         weight = (self.outputs, self.inputs) if self.transpose_wgrad else (self.inputs, self.outputs)
-        of = {"fprop": (self.tokens, self.outputs), "dgrad": (self.tokens, self.inputs)}
-        return *of.get(gemm.name, weight), self.k_size(gemm)
+        rows_and_columns = {"fprop": (self.tokens, self.outputs), "dgrad": (self.tokens, self.inputs)}
+        return *rows_and_columns.get(gemm.name, weight), self.k_size(gemm)
 
     def no_pallas_reason(self) -> str | None:
         """Returns why Pallas kernels cannot serve this problem under any recipe, or None."""
@@ -214,8 +214,8 @@ def reduce_partial_sums(
     and the collective has no computation to overlap with.
     """
     scattered = reduce_scatter_dims(sums, (*cut, ()))
-    rest = tuple(axis for axis in over if axis not in axes_in(cut))
-    total = lax.psum(scattered, rest) if rest else scattered
+    remaining_axes = tuple(axis for axis in over if axis not in axes_in(cut))
+    total = lax.psum(scattered, remaining_axes) if remaining_axes else scattered
     return apply_epilogue(
         lax.optimization_barrier((total, tuple(overlap_with)))[0] if overlap_with else total, None, dtype
     )

@@ -97,17 +97,17 @@ def linear_problem(
     `sizes` are those of the mesh axes outside a `shard_map`. `device` is by default the target of the program. The
     problem has only fprop if wgrad's blocks do not divide the tokens (the single token of a decoder).
     """
-    parts = num_shards(shards.weight_storage_axes[0], sizes), num_shards(shards.weight_storage_axes[1], sizes)
+    weight_shards = num_shards(shards.weight_storage_axes[0], sizes), num_shards(shards.weight_storage_axes[1], sizes)
     problem = LinearProblem(
         recipe,
         math.prod(x.shape[:-1]),
-        w.shape[0] * parts[0],
-        w.shape[1] * parts[1],
+        w.shape[0] * weight_shards[0],
+        w.shape[1] * weight_shards[1],
         device or target_device(),
         dtype=x.dtype.name,
         weight_dtype=w.dtype.name,
         partitioned_by_xla=(execution.partitioned_by_xla and execution.placements is None) or is_multi_device_program(),
-        weight_shards=parts,
+        weight_shards=weight_shards,
     )
     return problem if problem.block_mismatch_reason() is None else dataclasses.replace(problem, training=False)
 
@@ -152,9 +152,11 @@ def jit(fn: Callable[..., Any], recipe: Policy | Recipe | str, **options: Any) -
     backends = backends_for(recipes)
     if target_device().platform != "cuda":
         return jax.jit(fn, **options)
-    own = functools.reduce(lambda a, b: a | dict(b.compiler_options), backends, dict[str, Any](GPU_OPTIONS))
-    jitted = jax.jit(fn, compiler_options=own | (options.pop("compiler_options", None) or {}), **options)
-    seen = set[Any]()
+    compiler_options = functools.reduce(
+        lambda a, b: a | dict(b.compiler_options), backends, dict[str, Any](GPU_OPTIONS)
+    )
+    jitted = jax.jit(fn, compiler_options=compiler_options | (options.pop("compiler_options", None) or {}), **options)
+    checked = set[Any]()
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         with trace_with_backend_options(backends):
@@ -163,12 +165,12 @@ def jit(fn: Callable[..., Any], recipe: Policy | Recipe | str, **options: Any) -
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        kind = tree, tuple((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
+        signature = tree, tuple((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
         with trace_with_backend_options(backends):
-            if kind not in seen:  # the call below reuses this compilation
+            if signature not in checked:  # the call below reuses this compilation
                 lowered = lower(*args, **kwargs)
                 check_no_unexpected_gemms(backends, lowered, lowered.compile())
-                seen.add(kind)
+                checked.add(signature)
             return jitted(*args, **kwargs)
 
     call.lower = lower  # type: ignore[attr-defined]

@@ -1,18 +1,18 @@
-"""A linear on a mesh: how its arrays are cut, and the collectives that this makes necessary.
+"""Sharding of a linear on a mesh, and the collectives that it needs.
 
 Inside `shard_map` an op sees local shards. `DimAxes` names, for each dim of an array, the mesh axes that it is
-sharded over. From those of x [tokens..., inputs], W [inputs, outputs] and y [tokens..., outputs] follows everything
-that must travel, and nothing else does:
+sharded over. Those of x [tokens..., inputs], W [inputs, outputs] and y [tokens..., outputs] determine all
+communication:
 
-| where                     | what travels                                          | collective     |
-|---------------------------|-------------------------------------------------------|----------------|
-| W before a GEMM           | its codes, over the axes that cut tokens (FSDP)       | all-gather     |
-| a tensor's maxima         | a few integers for all operands of a pass             | all-reduce max |
-| dW                        | float32 sums (or bfloat16), back to where W rests     | reduce-scatter |
-| x into, y out of a linear | its tokens, where features are cut instead (tensor)   | gather, scatter |
+| where                     | data                                                   | collective                 |
+|---------------------------|--------------------------------------------------------|----------------------------|
+| W before a GEMM           | its codes, over the axes that shard tokens (FSDP)      | all-gather                 |
+| amax of a tensor          | a few integers for all operands of a pass              | all-reduce max             |
+| dW                        | float32 sums (or bfloat16), to the sharding of W       | reduce-scatter             |
+| x into, y out of a linear | its tokens, over axes that shard features inside (TP)  | all-gather, reduce-scatter |
 
-A dim that is cut over axes of both kinds has those that stay outside and those that travel inside: what is gathered
-lies side by side then.
+If a dim is sharded over axes of both kinds, the axes that are not gathered come first (outer), so that the gathered
+shards are contiguous.
 
 Random bits depend on an element's index in the global tensor (`shard_offsets`), so that codes are the same on every
 mesh.
@@ -34,13 +34,13 @@ from halfbyte.distributed import manual_axes, shard_map_over
 from halfbyte.kernels.mosaic_launch import empty_stack_buffer
 from halfbyte.recipes import LinearKey
 
-Sizes = Mapping[str, int]  # of a mesh's axes
+Sizes = Mapping[str, int]  # mesh axis -> number of devices
 DimAxes = tuple[tuple[str, ...], ...]
 _Result = TypeVar("_Result")
 
 
 def axes_in(cut: DimAxes) -> tuple[str, ...]:
-    """The mesh axes of all dims."""
+    """Returns the mesh axes of all dims."""
     return tuple(axis for axes in cut for axis in axes)
 
 
@@ -50,25 +50,26 @@ def num_shards(axes: Sequence[str], sizes: Sizes | None = None) -> int:
 
 
 def global_shape(shape: Sequence[int], cut: DimAxes) -> tuple[int, ...]:
-    """The shape of the array of which this is a part."""
+    """Returns the shape of the global array of which `shape` is a shard."""
     return tuple(n * num_shards(axes) for n, axes in zip(shape, cut, strict=True))
 
 
 def shard_offsets(shape: Sequence[int], cut: DimAxes) -> tuple[jax.Array | int, ...]:
-    """Where this part begins in the whole array, dim by dim."""
+    """Returns the offset of this shard in the global array, per dim."""
     return tuple(lax.axis_index(axes) * n if axes else 0 for n, axes in zip(shape, cut, strict=True))
 
 
 def global_amax(maxima: Sequence[jax.Array], cut: DimAxes) -> tuple[jax.Array, ...]:
-    """int32 maxima of parts -> those of the whole arrays, all in one all-reduce."""
+    """Returns the amaxes of global arrays from those of their shards, as int32 bits, in one all-reduce."""
     if not axes_in(cut):
         return tuple(maxima)
     return tuple(lax.pmax(jnp.stack(maxima), axes_in(cut)))
 
 
 def global_amaxes(partial: Sequence[jax.Array], cut: DimAxes) -> tuple[jax.Array, ...]:
-    """Each tensor's partial int32 maxima, in any shape -> something whose maximum is that of the whole tensor: the
-    same, where it is not cut. Maxima of one shape are found by one reduction.
+    """Returns arrays whose max is the amax of the global tensor, from partial amaxes (int32, any shape) per tensor.
+
+    They are unchanged if the tensor is not sharded. Partial amaxes of one shape are reduced together.
     """
     if not axes_in(cut):
         return tuple(partial)
@@ -78,14 +79,14 @@ def global_amaxes(partial: Sequence[jax.Array], cut: DimAxes) -> tuple[jax.Array
 
 
 def all_gather_dims(x: jax.Array, cut: DimAxes) -> jax.Array:
-    """x with its parts over `cut` put together."""
+    """Returns x all-gathered over the mesh axes of each dim."""
     for dim, axes in enumerate(cut):
         x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
     return x
 
 
 def reduce_scatter_dims(x: jax.Array, cut: DimAxes) -> jax.Array:
-    """Sums of x over the axes of `cut`, each device with its part."""
+    """Returns x reduce-scattered over the mesh axes of each dim."""
     for dim, axes in enumerate(cut):
         x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
     return x
@@ -93,27 +94,28 @@ def reduce_scatter_dims(x: jax.Array, cut: DimAxes) -> jax.Array:
 
 def reduce_scatter_gradient(dw: jax.Array, cut: DimAxes, dtype: str) -> jax.Array:
     """Returns `reduce_scatter_dims` of a weight's gradient, sent in `dtype` (float32: unchanged), in its own dtype."""
-    travels = gradient_reduce_dtype(dw.dtype, cut, dtype)
-    if not axes_in(cut) or jnp.finfo(travels).bits >= 32:
+    reduce_dtype = gradient_reduce_dtype(dw.dtype, cut, dtype)
+    if not axes_in(cut) or jnp.finfo(reduce_dtype).bits >= 32:
         return reduce_scatter_dims(dw, cut)
-    # A compiler that may keep excess precision would send what was not rounded: all the bytes.
-    return reduce_scatter_dims(lax.optimization_barrier(dw.astype(travels)), cut).astype(dw.dtype)
+    # With excess precision allowed XLA would send the unrounded float32 values; the barrier keeps the cast.
+    return reduce_scatter_dims(lax.optimization_barrier(dw.astype(reduce_dtype)), cut).astype(dw.dtype)
 
 
 def gradient_reduce_dtype(of: jnp.dtype, cut: DimAxes, dtype: str) -> jnp.dtype:
-    """What a weight's gradient, in dtype `of` where it rests, is scattered over `cut` in: the narrower of the two."""
+    """Returns the dtype in which a weight gradient is reduce-scattered: the narrower of `of`, its own, and `dtype`."""
     narrower = bool(axes_in(cut)) and jnp.finfo(dtype).bits < jnp.finfo(of).bits
     return jnp.dtype(dtype) if narrower else jnp.dtype(of)
 
 
 def mask_to_first_shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """x on the first device along `axes`, zeros on the others: what is the same on all of them, before it is summed."""
+    """Zeros x except on index 0 of `axes`, so that a later psum counts a replicated value once."""
     return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
 
 
 def enter_shard_map(x: jax.Array, spec: PartitionSpec, mesh: Sizes) -> jax.Array:
-    """x inside a shard_map over `mesh`, which sums its gradient along the axes that `spec` leaves out: there it is the
-    same everywhere, and counts once.
+    """Returns x unchanged, for use inside a shard_map over `mesh`; its gradient is masked so that it counts once.
+
+    shard_map sums the gradient along the axes that `spec` leaves out, where it is the same on all devices.
     """
     axes = unused_mesh_axes(spec, mesh)
     return _received(axes, x) if axes and jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -128,12 +130,14 @@ _received.defvjp(lambda axes, x: (x, None), lambda axes, _, dx: (mask_to_first_s
 
 
 def leave_shard_map(y: jax.Array, spec: PartitionSpec, mesh: Sizes) -> jax.Array:
-    """y on its way out of a shard_map over `mesh`, which divides its cotangent by the number of devices along the axes
-    that `spec` leaves out: that is undone here, in 16 bits to the last. Where the number is no power of two, y leaves
-    in float32, so that the quotient has digits enough; the caller narrows it again.
+    """Returns y for the end of a shard_map over `mesh`, and scales its cotangent to undo shard_map's division.
+
+    shard_map divides the cotangent by the number of devices along the axes that `spec` leaves out. Undoing it is exact
+    in 16 bits for powers of two. For other numbers y is returned in float32, so that the quotient is precise enough;
+    the caller casts it back.
     """
-    parts = math.prod(mesh[axis] for axis in unused_mesh_axes(spec, mesh))
-    return _returned(parts, y.dtype, y) if parts > 1 and jnp.issubdtype(y.dtype, jnp.floating) else y
+    count = math.prod(mesh[axis] for axis in unused_mesh_axes(spec, mesh))
+    return _returned(count, y.dtype, y) if count > 1 and jnp.issubdtype(y.dtype, jnp.floating) else y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -149,26 +153,26 @@ _returned.defvjp(
 
 @dataclasses.dataclass(frozen=True)
 class LinearSharding:
-    """How one linear is cut: by default not at all."""
+    """Sharding of one linear; by default unsharded."""
 
     token_axes: DimAxes = ()
-    """Of the token dims, inside."""
+    """Axes that shard the token dims inside the op."""
     input_axes: tuple[str, ...] = ()
-    """Axes that cut the inputs of x and of W: sums over them are partial."""
+    """Axes that shard the inputs of x and of W: sums over inputs are partial."""
     output_axes: tuple[str, ...] = ()
-    """Axes that cut the outputs of W and of y."""
+    """Axes that shard the outputs of W and of y."""
     weight_storage_axes: DimAxes = ((), ())
-    """Axes that cut W where it rests, beside inputs and outputs: over these it is gathered, and dW scattered."""
+    """Further axes that shard the stored W: over these it is all-gathered, and dW reduce-scattered."""
     x_lead: DimAxes = ()
-    """Axes that cut the token dims of x where it comes from, beside `lead`: gathered on the way in."""
+    """Further axes that shard the token dims of x outside the op: all-gathered at its start."""
     y_lead: DimAxes = ()
-    """Axes that cut the token dims of y where it goes, beside `lead`: scattered on the way out."""
+    """Further axes that shard the token dims of y outside the op: reduce-scattered at its end."""
     reduce_dtype: str = "float32"
-    """Of dW while it is scattered, at most that of the weight."""
+    """Dtype of the reduce-scatter of dW, at most as wide as that of the weight."""
     replicated_axes: tuple[str, ...] = ()
-    """Axes that cut neither x nor y: along them all devices compute the same."""
+    """Axes that shard neither x nor y: along them all devices compute the same."""
     enclosing_manual_axes: tuple[str, ...] = ()
-    """Axes over which the first token dim was cut before anything here saw it; dW is not summed over them."""
+    """Axes of an enclosing `shard_map` that shard the first token dim; dW is not summed over them."""
 
     @property
     def x(self) -> DimAxes:
@@ -196,7 +200,7 @@ UNSHARDED = LinearSharding()
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A linear on a mesh, by the PartitionSpecs of x, W and y outside the op."""
+    """Mesh of a linear, and PartitionSpecs of x, W and y outside the op."""
 
     mesh: Mesh
     x: PartitionSpec
@@ -204,25 +208,27 @@ class Placement:
     y: PartitionSpec
     reduce_dtype: str = "float32"
     outer: tuple[str, ...] = ()
-    """Axes of a `shard_map` around the op, which have cut the first token dim already."""
+    """Axes of an enclosing `shard_map`, over which the first token dim is already sharded."""
 
     def shards(self, ndim: int) -> LinearSharding:
-        """What the specs mean for x of `ndim` dims: axes of y's features cut W's outputs, axes of x's features its
-        inputs; any other axes of W are gathered. Tokens stay cut over the axes that x and y share. Refused where a spec
-        cuts a dim otherwise, or in another order, than the other two mean.
+        """Returns the sharding that the specs describe for x of `ndim` dims.
+
+        The axes of y's features shard W's outputs, those of x's features its inputs; W is all-gathered over any other
+        axes. Tokens stay sharded over the axes that x and y share. Raises ValueError if a spec shards a dim over other
+        axes, or in another order, than the other two specs require.
         """
-        live = [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in self.outer]
-        x, y, w = (_only(dim_axes_of_spec(s, n), live) for s, n in ((self.x, ndim), (self.y, ndim), (self.w, 2)))
+        free_axes = [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in self.outer]
+        x, y, w = (_only(dim_axes_of_spec(s, n), free_axes) for s, n in ((self.x, ndim), (self.y, ndim), (self.w, 2)))
         inputs, outputs = x[-1], y[-1]
-        others = [axis for axis in live if axis not in inputs + outputs]
+        others = [axis for axis in free_axes if axis not in inputs + outputs]
         lead, stored = _only(x[:-1], others), _only(w, others)
         x_lead, y_lead = _only(x[:-1], outputs), _only(y[:-1], inputs)
         idle = tuple(axis for axis in others if axis not in axes_in(lead))
-        meant = {"x": (*compose_dim_axes(lead, x_lead), inputs), "y": (*compose_dim_axes(lead, y_lead), outputs)}
-        meant["w"] = compose_dim_axes((inputs, outputs), stored)
-        for name, cut in {"x": x, "y": y, "w": w}.items():
-            if cut != meant[name]:
-                fitting = PartitionSpec(*(axes or None for axes in meant[name]))
+        expected = {"x": (*compose_dim_axes(lead, x_lead), inputs), "y": (*compose_dim_axes(lead, y_lead), outputs)}
+        expected["w"] = compose_dim_axes((inputs, outputs), stored)
+        for name, dim_axes in {"x": x, "y": y, "w": w}.items():
+            if dim_axes != expected[name]:
+                fitting = PartitionSpec(*(axes or None for axes in expected[name]))
                 raise ValueError(
                     f"placement: {name} {getattr(self, name)} does not fit x {self.x}, w {self.w} and y {self.y}; with "
                     f"the others as they are it is {fitting}: tokens of x and y cut alike but for axes of features, "
@@ -232,7 +238,7 @@ class Placement:
 
 
 def compose_dim_axes(outer: DimAxes, inner: DimAxes) -> DimAxes:
-    """Dims cut over `outer`, and each part over `inner`."""
+    """Returns per dim the axes `outer`, then `inner`: each shard over `outer` is sharded over `inner`."""
     return tuple(a + b for a, b in zip(outer, inner, strict=True))
 
 
@@ -241,29 +247,29 @@ def _only(cut: DimAxes, axes: Sequence[str]) -> DimAxes:
 
 
 def unused_mesh_axes(spec: PartitionSpec, mesh: Sizes) -> tuple[str, ...]:
-    """The axes of `mesh` that a spec leaves out, and that have several devices."""
+    """Returns the axes of `mesh` with several devices that a spec leaves out."""
     named = axes_in(dim_axes_of_spec(spec, len(spec)))
     return tuple(axis for axis, size in mesh.items() if size > 1 and axis not in named)
 
 
 def with_size_one_axes(spec: PartitionSpec, mesh: Sizes) -> PartitionSpec:
-    """`spec` with the mesh axes of size 1 in its first entry, where they change nothing; an empty one as it is."""
-    idle = tuple(axis for axis, size in mesh.items() if size == 1)
-    if not len(spec) or not idle:
+    """Returns `spec` with the mesh axes of size 1 added to its first entry; an empty spec unchanged."""
+    size_one = tuple(axis for axis, size in mesh.items() if size == 1)
+    if not len(spec) or not size_one:
         return spec
     (first, *rest), named = dim_axes_of_spec(spec, len(spec)), axes_in(dim_axes_of_spec(spec, len(spec)))
-    return PartitionSpec(first + tuple(a for a in idle if a not in named), *(axes or None for axes in rest))
+    return PartitionSpec(first + tuple(a for a in size_one if a not in named), *(axes or None for axes in rest))
 
 
 def dim_axes_of_spec(spec: PartitionSpec, ndim: int) -> DimAxes:
-    """The cut that a PartitionSpec means for an array of `ndim` dims."""
+    """Returns the mesh axes per dim of a PartitionSpec, for an array of `ndim` dims."""
     entries = (*spec, *(None,) * (ndim - len(spec)))
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
 
 def gather_linear_input(x: jax.Array, shards: LinearSharding) -> jax.Array:
-    """x as its linears read it."""
-    # A compiler that may keep excess precision would gather float32 numbers: twice the bytes, unrounded.
+    """Returns x as its linears read it, all-gathered over `x_lead`."""
+    # With excess precision allowed XLA would gather unrounded float32 values, twice the bytes.
     return all_gather_dims(lax.optimization_barrier(x), shards.x_lead) if axes_in(shards.x_lead) else x
 
 
@@ -277,26 +283,26 @@ def run_in_shard_map(
     run: Callable[..., _Result], inputs: tuple[Any, Any, Sequence[LinearKey | None]], specs: tuple[Any, Any],
     out_specs: Any, *, mesh: Mesh,
 ) -> _Result:  # fmt: skip
-    """Returns run(*inputs) on local arrays, inputs = (given, weights, keys) sharded by `specs`.
+    """Returns run(*inputs) on local arrays, inputs = (arrays, weights, keys) sharded by `specs`.
 
-    Typed keys are passed as their words. Results may be wider than those of `run`: see `leave_shard_map`.
+    Typed keys are passed as their uint32 words. Results may be wider than those of `run`: see `leave_shard_map`.
     """
-    given, weights, keys = inputs
+    arrays, weights, keys = inputs
     free = {axis: size for axis, size in mesh.shape.items() if axis not in manual_axes()}
     words = tuple(jax.random.key_data(key) if isinstance(key, jax.Array) else key for key in keys)
-    kinds = [jax.random.key_impl(key) if isinstance(key, jax.Array) else None for key in keys]
+    key_impls = [jax.random.key_impl(key) if isinstance(key, jax.Array) else None for key in keys]
 
     def local(given: Any, weights: Any, words: Any) -> Any:
-        typed = [w if k is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)]
-        within, without = (functools.partial(to, mesh=free) for to in (enter_shard_map, leave_shard_map))
-        made = run(jax.tree.map(within, given, specs[0]), weights, tuple(typed))
-        return jax.tree.map(without, made, out_specs)
+        typed = [w if k is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, key_impls, strict=True)]
+        enter, leave = (functools.partial(to, mesh=free) for to in (enter_shard_map, leave_shard_map))
+        results = run(jax.tree.map(enter, given, specs[0]), weights, tuple(typed))
+        return jax.tree.map(leave, results, out_specs)
 
-    cut = (*specs, jax.tree.map(lambda _: PartitionSpec(), words))
-    # Axes that are not named in a spec are summed over in its gradient: those of size 1 are named.
-    mentioned = functools.partial(jax.tree.map, functools.partial(with_size_one_axes, mesh=free))
-    made: _Result = shard_map_over(local, mesh, mentioned(cut), mentioned(out_specs))(given, weights, words)
-    return made
+    in_specs = (*specs, jax.tree.map(lambda _: PartitionSpec(), words))
+    # shard_map sums gradients over axes that a spec does not name; naming those of size 1 avoids that.
+    named = functools.partial(jax.tree.map, functools.partial(with_size_one_axes, mesh=free))
+    results: _Result = shard_map_over(local, mesh, named(in_specs), named(out_specs))(arrays, weights, words)
+    return results
 
 
 def empty_sharded_stack(
@@ -305,6 +311,6 @@ def empty_sharded_stack(
     """Returns `mosaic_launch.empty_stack_buffer`, sharded by `spec` on a mesh."""
     if mesh is None or spec is None:
         return empty_stack_buffer(layers, shape, dtype)
-    part, cut = NamedSharding(mesh, spec).shard_shape(shape), PartitionSpec(None, *spec)
-    made: jax.Array = shard_map_over(lambda: empty_stack_buffer(layers, part, dtype), mesh, (), cut)()
-    return made
+    shard_shape, stack_spec = NamedSharding(mesh, spec).shard_shape(shape), PartitionSpec(None, *spec)
+    stack: jax.Array = shard_map_over(lambda: empty_stack_buffer(layers, shard_shape, dtype), mesh, (), stack_spec)()
+    return stack

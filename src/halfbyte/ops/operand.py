@@ -118,7 +118,7 @@ class Fp8Operand:
 )
 @dataclasses.dataclass(frozen=True)
 class BlockScaledOperand:
-    """Codes and scales of a tensor of `shape` for a block-scaled unit.
+    """Codes and scales of a tensor of `shape` for block-scaled tensor cores.
 
     It is contracted along its features (`axis` -1) or along all its other dims (-2). `codes`: uint8 [rows, k], two
     4-bit codes per byte, the even index in the low nibble. `scales`: uint8, flat, as `formats.swizzle_scales` orders
@@ -134,12 +134,12 @@ class BlockScaledOperand:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The dims that are not contracted."""
+        """Returns the dims that are not contracted."""
         return self.shape[:-1] if self.axis == -1 else self.shape[-1:]
 
     @property
     def k_size(self) -> int:
-        """How many elements a row has."""
+        """Returns k: the number of elements per row."""
         return math.prod(self.shape) // math.prod(self.rows)
 
     def values(self) -> jax.Array:
@@ -148,7 +148,7 @@ class BlockScaledOperand:
         assert fmt.element is not None and fmt.block is not None
         codes = unpack_nibbles(self.codes) if fmt.element.bits == 4 else self.codes
         scales = unswizzle_scales(self.scales, rows, self.k_size // fmt.block)
-        # [rows, contraction] -> the tensor's own order
+        # [rows, k] -> the tensor's own order
         matrix = decode(fmt.element, codes) * jnp.repeat(decode_block_scales(scales, fmt), fmt.block, axis=-1)
         return (matrix if self.axis == -1 else matrix.T).reshape(self.shape)
 
@@ -184,56 +184,61 @@ class TwoTermOperand:
 
 
 Operand = BlockDequantized | QuantizedOperand | Fp8Operand | BlockScaledOperand
-# What the VJP saves: packed codes, 8-bit codes, operands of block-scaled units, or the bfloat16 tensor.
+# What the VJP saves: packed codes, 8-bit codes, operands of block-scaled tensor cores, or the bfloat16 tensor.
 Residual = PackedQTensor | Fp8Operand | BlockScaledOperand | jax.Array
 _Tree = TypeVar("_Tree")
-SAVED_NAME = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
-SCALES_NAME = (
-    "scales"  # of the scales of a tensor or the statistics of a row: a few bytes that spare a pass over the tensor
-)
+SAVED_NAME = "quantized"  # the checkpoint name of packed residuals, for remat policies that save them
+# The checkpoint name of a tensor's scales or a row's statistics: a few bytes that save another read of the tensor.
+SCALES_NAME = "scales"
 
 
 def operand_decode_scale(tensor: QTensor | PackedQTensor) -> jax.Array:
-    """The factor that a GEMM's result owes this tensor: its decode scale, NaN if its amax is not finite. One for each
-    row where rows have scales of their own, [dims that are not summed]; 1 where the scale is inside the sum.
+    """Returns this tensor's share of a GEMM's alpha: its decode scale, float32, NaN if its amax is not finite.
+
+    Per-row scales have the shape of the dims that are not contracted. Per-128 scales vary along the contraction and are
+    part of the values: it returns 1.
     """
-    factor = jnp.where(jnp.isfinite(tensor.amax), tensor.decode_scale, jnp.float32(jnp.nan))
+    scale = jnp.where(jnp.isfinite(tensor.amax), tensor.decode_scale, jnp.float32(jnp.nan))
     outer = tensor.format.scale.outer_granularity
     if outer == "tensor":
-        return factor
+        return scale
     if outer == "row":
-        return factor[..., 0] if tensor.axis == -1 else factor.reshape(-1, factor.shape[-1])[0]
-    return jnp.where(jnp.all(jnp.isfinite(factor)), jnp.float32(1), jnp.float32(jnp.nan))
+        return scale[..., 0] if tensor.axis == -1 else scale.reshape(-1, scale.shape[-1])[0]
+    return jnp.where(jnp.all(jnp.isfinite(scale)), jnp.float32(1), jnp.float32(jnp.nan))
 
 
 def key_words_arg(key: Key | None) -> jax.Array | StackSlice | None:
-    """uint32 [2]: the key as kernels take it, where it lies if it was mixed with others; None stays None."""
+    """Returns the key as kernels read it, uint32 [2]: a slice of the stacked words of a `HashedKey`; None for None."""
     if isinstance(key, HashedKey):
         return StackSlice(key.words, key.index)
     return None if key is None else hashed_key_words(key)
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """x as bfloat16, by a rounding that survives: XLA drops a cast to bfloat16 and back within one program."""
+    """Returns x rounded to bfloat16 by integer operations: XLA drops a cast to bfloat16 and back in one program."""
     return x if x.dtype == jnp.bfloat16 else round_bfloat16(x.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def round_to_dtype(x: jax.Array) -> jax.Array:
-    """x, rounded to its dtype for good. A compiler may carry a bfloat16 number on with excess precision, on one mesh
-    and not on another; what an operand is made of must be the number itself, or codes would depend on the mesh.
+    """Rounds x to its dtype with `reduce_precision`, which XLA keeps.
+
+    XLA may compute a bfloat16 value with excess precision on one mesh and not on another. Operands are quantized from
+    the rounded value, so that codes do not depend on the mesh.
     """
-    kind = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x, kind.nexp, kind.nmant) if x.dtype == jnp.bfloat16 else x
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant) if x.dtype == jnp.bfloat16 else x
 
 
 def round_f32_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """float32 x in `dtype`, to bfloat16 by a rounding that the compiler keeps."""
+    """Returns float32 x in `dtype`; the rounding to bfloat16 is one that XLA keeps."""
     return (round_bfloat16(x) if dtype == jnp.bfloat16 else x).astype(dtype)
 
 
 def add_and_round(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a + b, rounded to their dtype for good: a compiler that may keep excess precision would skip the rounding on one
-    mesh and not on another, and a stochastic rounding further on would make much of the difference.
+    """Returns a + b, rounded once to their dtype by a rounding that XLA keeps.
+
+    With excess precision allowed XLA would skip the rounding on one mesh and not on another, and a later stochastic
+    rounding would amplify the difference.
     """
     return round_f32_to(a.astype(jnp.float32) + b.astype(jnp.float32), a.dtype)
 
@@ -242,19 +247,19 @@ def quantize_operand(
     x: jax.Array, policy: OperandPolicy, *, axis: int, key: Key | None, cut: DimAxes = (),
     signs: Key | None = None, amax: jax.Array | None = None,
 ) -> BlockDequantized | QuantizedOperand:  # fmt: skip
-    """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
+    """Quantizes x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
 
-    The definition for every backend. Of a tensor that is `cut` over a mesh, x is the local part. `signs` is the key of
-    the signs that both operands of the GEMM share, where they are drawn. A given `amax` makes the tensor's scale, and
-    larger numbers saturate; what the operand's codes have as theirs is x's own all the same.
+    It is the reference for every backend. `cut`: the mesh axes over which the dims of the tensor are sharded; x is the
+    local shard. `signs`: the key of the random Hadamard signs that both operands of the GEMM share. An `amax` sets the
+    tensor's scale, and larger values saturate; the `amax` of the returned codes is x's own.
     """
     if not policy.format.quantized and not policy.hadamard:
-        return BlockDequantized(round_to_bfloat16(x), None, policy)  # the caller's own array, which is kept once
+        return BlockDequantized(round_to_bfloat16(x), None, policy)  # the caller's array, so that it is saved only once
     return _quantize_grid(x, policy, axis, key, cut, signs, amax)
 
 
 def check_rounding_keys(policy: OperandPolicy, key: Key | None, signs: Key | None) -> None:
-    """ValueError where what an operand draws has no key."""
+    """Raises ValueError if the policy draws random bits or signs and their key is None."""
     if (policy.uses_random_bits and key is None) or (policy.uses_random_signs and signs is None):
         raise ValueError(
             "this recipe rounds stochastically and needs a key; pass key=..., or use a recipe "
@@ -262,7 +267,7 @@ def check_rounding_keys(policy: OperandPolicy, key: Key | None, signs: Key | Non
         )
 
 
-@jax.named_scope("quantize")  # a name for profiles: a cast to bfloat16 alone has none
+@jax.named_scope("quantize")  # a name for profiles: a mere cast to bfloat16 needs none
 def _quantize_grid(
     x: jax.Array, policy: OperandPolicy, axis: int, key: Key | None, cut: DimAxes, signs: Key | None,
     given: jax.Array | None,
@@ -275,10 +280,10 @@ def _quantize_grid(
         return BlockDequantized(round_to_bfloat16(x), None, policy)
     noise = _random_bytes(key, x.shape, cut) if policy.uses_random_bits and key is not None else None
     amax = _global_amax(x, policy.format, axis, cut) if axes_in(cut) else None
-    usual = "rne" if noise is None else "stochastic"
-    how = {} if policy.rounding == usual else {"rounding": policy.rounding}
-    scaled_by = amax if given is None else given
-    grid = quantize_to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise, amax=scaled_by, **how)
+    default_rounding = "rne" if noise is None else "stochastic"
+    rounding = {} if policy.rounding == default_rounding else {"rounding": policy.rounding}
+    grid_amax = amax if given is None else given
+    grid = quantize_to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise, amax=grid_amax, **rounding)
     codes = encode_qtensor(grid, policy.format, block=policy.block, axis=axis)
     if given is not None:
         codes = dataclasses.replace(codes, amax=amax_of(x) if amax is None else amax)
@@ -286,16 +291,16 @@ def _quantize_grid(
 
 
 def _transform(policy: OperandPolicy, signs: Key | None) -> dict[str, Any]:
-    """How its Hadamard transform differs from the published one: in size, or by signs of this step."""
+    """Returns the arguments of `hadamard_transform` that differ from its defaults: size, and signs of this step."""
     size = {} if policy.hadamard_size == HADAMARD_SIZE else {"points": policy.hadamard_size}
-    drawn = (
+    random = (
         {"signs": random_signs(signs, policy.hadamard_size)} if policy.uses_random_signs and signs is not None else {}
     )
-    return size | drawn
+    return size | random
 
 
 def _random_bytes(key: Key, shape: tuple[int, ...], cut: DimAxes) -> jax.Array:
-    """Random bytes for x: those of its place in the whole tensor."""
+    """Returns random bytes for x, by its offset in the global tensor."""
     if not axes_in(cut):
         return random_bytes(key, shape)
     return random_bytes(
@@ -304,42 +309,44 @@ def _random_bytes(key: Key, shape: tuple[int, ...], cut: DimAxes) -> jax.Array:
 
 
 def _global_amax(x: jax.Array, fmt: BlockFormat, axis: int, cut: DimAxes) -> jax.Array:
-    """The amax of the whole tensor, by integers, which keep infinity and NaN; or of whole rows, or of 128 neighbours,
-    which lie on one device.
+    """Returns the amax of the global tensor, per global row, or per 128 elements, all of which are on one device.
+
+    Float32 bits are reduced as integers, which keeps infinity and NaN.
     """
-    found = amax_of(x) if fmt.scale.outer_granularity == "tensor" else amax_per_outer_group(x, fmt, axis=axis)
-    rows = {"tensor": cut, "row": cut[-1:] if axis == -1 else cut[:-1], "128": ()}[fmt.scale.outer_granularity]
-    (bits,) = global_amax([lax.bitcast_convert_type(found, jnp.int32)], rows)
+    amax = amax_of(x) if fmt.scale.outer_granularity == "tensor" else amax_per_outer_group(x, fmt, axis=axis)
+    dim_axes = {"tensor": cut, "row": cut[-1:] if axis == -1 else cut[:-1], "128": ()}[fmt.scale.outer_granularity]
+    (bits,) = global_amax([lax.bitcast_convert_type(amax, jnp.int32)], dim_axes)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def dequantize_operand(made: Operand | PackedQTensor) -> jax.Array:
-    """The numbers that an operand or packed codes stand for, float32; NaN where a GEMM over it would give NaN."""
+    """Returns the values of an operand or of packed codes, float32; NaN where a GEMM over it would give NaN."""
     if isinstance(made, QuantizedOperand | PackedQTensor):
         return dequantize_codes(made.codes if isinstance(made, QuantizedOperand) else made.unpack())
-    numbers = made.values().astype(jnp.float32)
-    return numbers if made.decode_scale is None else numbers * made.decode_scale
+    values = made.values().astype(jnp.float32)
+    return values if made.decode_scale is None else values * made.decode_scale
 
 
 def dequantize_codes(codes: QTensor) -> jax.Array:
-    """What a tensor's codes stand for, as the source of another operand, float32; NaN if its amax is not finite."""
+    """Returns the values of codes, as the source of another operand: float32, NaN if the amax is not finite."""
     return jnp.where(codes.finite, codes.dequantize(), jnp.float32(jnp.nan))
 
 
 def quantization_error(x: jax.Array, operand: Operand) -> jax.Array:
-    """x minus the numbers that its operand stands for, these rounded to bfloat16: in x's dtype, the same wherever it is
-    computed.
+    """Returns x minus the values of its operand, which are rounded to bfloat16 first; in x's dtype.
+
+    All roundings are ones that XLA keeps, so the result does not depend on the mesh.
     """
-    factor = jnp.float32(1) if operand.decode_scale is None else operand.decode_scale
-    factor = factor[..., None] if factor.ndim else factor  # of each token
-    return add_and_round(x, -round_bfloat16(operand.values().astype(jnp.float32) * factor).astype(x.dtype))
+    scale = jnp.float32(1) if operand.decode_scale is None else operand.decode_scale
+    scale = scale[..., None] if scale.ndim else scale  # [tokens...] -> [tokens..., 1]
+    return add_and_round(x, -round_bfloat16(operand.values().astype(jnp.float32) * scale).astype(x.dtype))
 
 
 def to_residual(operand: Operand) -> Residual:
-    """The operand as it is kept for the backward pass: 4.5 bits a number under NVFP4; packed codes under the name by
-    which a remat policy may save them.
+    """Returns the operand as the VJP saves it, named for remat policies (`SAVED_NAME`): packed codes, if quantized.
 
-    A tensor that is kept as it came stays the caller's own array, so that linears with one input share the residual.
+    Under NVFP4 these have 4.5 bits per element. An unquantized operand is the caller's own array, so that linears with
+    one input share the residual.
     """
     if isinstance(operand, BlockDequantized):
         assert not operand.policy.format.quantized, "a pass that makes carriers packs what is to be kept itself"

@@ -1,12 +1,12 @@
-"""qdot: y = x W with its three GEMMs quantized, in anyone's model; qdots: several linears of one x.
+"""`qdot`: y = x W with its three GEMMs quantized, for any model; `qdots`: several linears of one x.
 
     fprop  y  = Q(x)  Q(W)          contracts the inputs
     dgrad  dx = Q(dy) Q(W)^T        contracts the outputs
     wgrad  dw = Q(x)^T Q(dy)        contracts the tokens
 
-Each Q is an operand policy of the recipe, with its own tensor scale and its own random bits. The rounding has no
-gradient of its own: it passes straight through. What the backward pass keeps of x is wgrad's operand, packed: 4.5 bits
-a number under NVFP4; and of W its codes. Linears of one x share its operands wherever they want the same.
+Each Q is an operand policy of the recipe, with its own per-tensor scale and random bits. Gradients pass straight
+through the rounding. The residual of x is wgrad's operand, packed (4.5 bits per element under NVFP4), that of W its
+codes. Linears of one x share the operands that are equal.
 """
 
 import functools
@@ -36,12 +36,12 @@ def qdot(
     placement: Placement | None = None, out_sharding: NamedSharding | None = None,
     out_dtype: jnp.dtype | None = None, weight_residual: str = "master", partitioned_by_xla: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """x [..., inputs] times w [inputs, outputs], in x's dtype; every GEMM, forward and backward, as the recipe says.
+    """Multiplies x [..., inputs] by w [inputs, outputs] with the recipe's GEMMs, forward and backward; in x's dtype.
 
-    float32 sums, the tensor scales applied to them, one rounding to the result's dtype. The weight gradient has w's
-    dtype. `key` is a typed key, folded by the caller with step, layer and site; it is needed where the recipe rounds
-    stochastically, and one key for several tensors (in a loop, under vmap or shard_map) is a SharedBitsWarning. `w` may
-    be a `QWeight`; `weight_residual` as for `mlp`. NaN or infinity in an operand makes the whole result NaN. With a
+    The GEMM applies alpha to its float32 sums and rounds once to the result's dtype. The weight gradient has w's dtype.
+    `key` is a typed key, folded by the caller with step, layer and site. A recipe that rounds stochastically needs it;
+    one key for several tensors (in a loop, under vmap or shard_map) is a SharedBitsWarning. `w` may be a `QWeight`;
+    `weight_residual` as for `mlp`. NaN or infinity in an operand makes the whole result NaN. With a
     `placement` each device of its mesh computes its shard with the kernels of one device. `partitioned_by_xla`: XLA
     partitions the program over several devices, so kernels that read the arrays of one device are not used.
     """
@@ -58,8 +58,10 @@ def qdots(
     execution: ExecutionConfig = DEFAULT_EXECUTION, out_dtype: jnp.dtype | None = None,
     copies: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """`qdot` of one x with each of `weights`. The gradient of x is rounded after each of its sums. With `copies`, x
-    once more for each further linear, each has its own gradient, for JAX to add up as it does those of separate dots.
+    """Returns `qdot` of one x with each of `weights`. The gradient of x is rounded after each addition.
+
+    `copies` holds x once more per further linear. Then each copy has its own gradient, and JAX adds them up as it does
+    those of separate dots.
     """
     dtype = jnp.dtype(out_dtype or x.dtype)
     placements = execution.placements or ()
@@ -70,13 +72,13 @@ def qdots(
     specs = tuple(p.x for p in placements[:1]) * (1 + len(copies)), tuple(p.y for p in placements)
 
     def products(tokens: jax.Array, linears: tuple[QuantizedLinear, ...], *others: jax.Array) -> tuple[jax.Array, ...]:
-        each = (tokens, *(t.reshape(tokens.shape) for t in others)) if others else _fan_out(tokens, len(linears))
-        results = _qdots(dtype, each, linears)
+        xs = (tokens, *(t.reshape(tokens.shape) for t in others)) if others else _fan_out(tokens, len(linears))
+        results = _qdots(dtype, xs, linears)
         # [tokens..., outputs] -> [..., outputs]
         return tuple(y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
-    made = apply_with_linears(products, (x, *copies), weights, keys, recipes=recipes, execution=execution, specs=specs)
-    return tuple(y.astype(dtype) for y in made) if placements else made
+    ys = apply_with_linears(products, (x, *copies), weights, keys, recipes=recipes, execution=execution, specs=specs)
+    return tuple(y.astype(dtype) for y in ys) if placements else ys
 
 
 def _check(x: jax.Array, weight: Weight, recipe: Recipe) -> None:
@@ -93,7 +95,7 @@ def _check(x: jax.Array, weight: Weight, recipe: Recipe) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _fan_out(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
-    """x, `count` times; the sums of its gradients are rounded one by one."""
+    """Returns x `count` times; its gradients are added up and rounded one by one."""
     return (x,) * count
 
 
@@ -104,34 +106,38 @@ _fan_out.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _qdots(dtype: jnp.dtype, xs: tuple[jax.Array, ...], linears: tuple[QuantizedLinear, ...]) -> tuple[jax.Array, ...]:
-    """y = Q(x) Q(W) of each; `xs` are all the same x."""
+    """Returns y = Q(x) Q(W) per linear; `xs` are all the same x."""
     operands = quantize_shared_x(gather_linear_input(xs[0], linears[0].plan.sharding), linears, ("fprop_x",))
     return tuple(linear.fprop(row, dtype) for linear, (row,) in zip(linears, operands, strict=True))
 
 
 def _qdots_fwd(dtype, xs, linears):
-    kept = tuple(linear.to_residuals() for linear in linears)
-    inside = gather_linear_input(xs[0], linears[0].plan.sharding)
-    operands = quantize_shared_x(inside, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
+    saved_linears = tuple(linear.to_residuals() for linear in linears)
+    gathered_x = gather_linear_input(xs[0], linears[0].plan.sharding)
+    operands = quantize_shared_x(gathered_x, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
     results = tuple(linear.fprop(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True))
     columns = dedupe_operands(linears, "wgrad_x", [column for _, column in operands])
-    return results, (columns, kept)
+    return results, (columns, saved_linears)
 
 
 def _qdots_bwd(dtype, residuals, gradients):
-    """dx = Q(dy) Q(W)^T and dw = Q(x)^T Q(dy) of each."""
-    columns, kept = residuals
-    linears = [linear.rematerialize(depends_on=dy) for linear, dy in zip(kept, gradients, strict=True)]
-    inside = [all_gather_dims(dy, linear.plan.sharding.y_lead) for linear, dy in zip(linears, gradients, strict=True)]
-    operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, inside, strict=True)]
+    """Returns dx = Q(dy) Q(W)^T and dw = Q(x)^T Q(dy) per linear."""
+    columns, saved_linears = residuals
+    linears = [linear.rematerialize(depends_on=dy) for linear, dy in zip(saved_linears, gradients, strict=True)]
+    gathered_dys = [
+        all_gather_dims(dy, linear.plan.sharding.y_lead) for linear, dy in zip(linears, gradients, strict=True)
+    ]
+    operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, gathered_dys, strict=True)]
     dtype_of_x = jnp.dtype(linears[0].plan.problem.dtype)
-    x_columns = [columns[first] for first in first_with_same_operand(linears, "wgrad_x")]
+    x_columns = [columns[index] for index in first_with_same_operand(linears, "wgrad_x")]
     pairs, dw = [], []
     for linear, x_column, (_, column) in zip(linears, x_columns, operands, strict=True):
         pairs.append((linear.operand_from_residual(x_column, "wgrad_x"), column))
         dw.append(linear.wgrad(*pairs[-1]))
     dx = [linear.dgrad(row, dtype_of_x, overlap_with=dw) for linear, (row, _) in zip(linears, operands, strict=True)]
-    gradients = (linear.weight_gradient(each, *pair) for linear, each, pair in zip(linears, dw, pairs, strict=True))
+    gradients = (
+        linear.weight_gradient(weight_grad, *pair) for linear, weight_grad, pair in zip(linears, dw, pairs, strict=True)
+    )
     return tuple(dx), tuple(gradients)
 
 

@@ -39,8 +39,8 @@ ROW_AXIS, COLUMN_AXIS = -1, -2  # the axis that is blocked: features, for fprop 
 WeightOperand = PackedQTensor | BlockDequantized | Fp8Operand  # read by several GEMMs
 WeightResidual = WeightOperand | WeightScalesResidual
 ArrayOrDeferred = Any  # an array, or a DeferredAlpha if the passes accept it
-OperandOrResidual = Any  # an Operand, or Kept where the request says so
-Amaxes = tuple[jax.Array, ...] | None  # of a whole tensor and, where one is asked for, of its transform
+OperandOrResidual = Any  # an Operand, or a Residual if the spec has `as_residual`
+Amaxes = tuple[jax.Array, ...] | None  # of the global tensor and, if a spec needs it, of its Hadamard transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,34 +54,37 @@ class OperandSpec:
     axis: int
     key: Key | None = None
     as_residual: bool = False
-    dim_axes: DimAxes = ()  # of the tensor, over a mesh
+    dim_axes: DimAxes = ()  # mesh axes that the tensor is sharded over
     signs_key: Key | None = None  # the key of the GEMM's Hadamard signs
-    forward_spec: "OperandSpec | None" = None  # the operand that is quantized again, where the policy's source is that
-    two_term: bool = False  # with what rounding leaves over
-    amax: jax.Array | None = None  # what the tensor is scaled by, where that is not its own
+    forward_spec: "OperandSpec | None" = None  # the operand that is requantized, if that is the policy's source
+    two_term: bool = False  # with the quantization error as second term
+    amax: jax.Array | None = None  # an amax to scale by, instead of the tensor's own
 
     def is_same_operand(self, other: "OperandSpec") -> bool:
-        """Whether one operand answers both: equal but for random bits, of which there are none."""
-        mine, theirs = ((r.policy, r.axis, r.as_residual, r.two_term) for r in (self, other))
-        alike = mine == theirs
+        """Returns True if one operand serves both specs: they are equal and share keys and amax."""
+        own_fields, other_fields = ((r.policy, r.axis, r.as_residual, r.two_term) for r in (self, other))
+        same = own_fields == other_fields
         if self.forward_spec is not None and other.forward_spec is not None:
-            alike = alike and self.forward_spec.is_same_operand(other.forward_spec)
-        return alike and self.key is other.key and self.signs_key is other.signs_key and self.amax is other.amax
+            same = same and self.forward_spec.is_same_operand(other.forward_spec)
+        return same and self.key is other.key and self.signs_key is other.signs_key and self.amax is other.amax
 
 
 def operand_spec(
     recipe: Recipe, role: str, key: LinearKey | None, *, kept: bool = False, cut: DimAxes = ()
 ) -> OperandSpec:
-    """The operand `role` of a linear under `recipe`; `key` is the linear's own. A weight that is quantized again has
-    its forward operand, and asks for none.
+    """Returns the spec of operand `role` of a linear under `recipe`; `key` is the key of the linear.
+
+    A requantized weight has no `forward_spec`: its passes are passed the forward operand.
     """
     policy, of_weight = getattr(recipe, role), role in CONTRACTED_WEIGHT_AXIS
     axis = CONTRACTED_WEIGHT_AXIS[role] if of_weight else COLUMN_AXIS if role.startswith("wgrad") else ROW_AXIS
-    again = policy.source == "requantize_forward" and not of_weight
-    forward = operand_spec(recipe, FORWARD_ROLE_OF[role], key, cut=cut) if again else None
-    bits = role_key(key, role) if key is not None and policy.uses_random_bits else None
-    signs = signs_key(key, role.partition("_")[0]) if key is not None and policy.uses_random_signs else None
-    return OperandSpec(policy, axis, bits, kept, cut, signs, forward, two_term=recipe.remainder and role == "fprop_x")
+    requantized = policy.source == "requantize_forward" and not of_weight
+    forward = operand_spec(recipe, FORWARD_ROLE_OF[role], key, cut=cut) if requantized else None
+    rounding_key = role_key(key, role) if key is not None and policy.uses_random_bits else None
+    hadamard_key = signs_key(key, role.partition("_")[0]) if key is not None and policy.uses_random_signs else None
+    return OperandSpec(
+        policy, axis, rounding_key, kept, cut, hadamard_key, forward, two_term=recipe.remainder and role == "fprop_x"
+    )
 
 
 def quantize_reference(x: jax.Array, spec: OperandSpec) -> BlockDequantized | QuantizedOperand:
@@ -94,9 +97,9 @@ def quantize_reference(x: jax.Array, spec: OperandSpec) -> BlockDequantized | Qu
 
 def quantize_weight_reference(w: jax.Array, spec: OperandSpec) -> PackedQTensor:
     """Returns the packed codes of a weight, in plain JAX."""
-    made = quantize_reference(w, spec)
-    assert not isinstance(made, BlockDequantized), "a weight in bf16 is not quantized"
-    return PackedQTensor.from_qtensor(made.codes)
+    operand = quantize_reference(w, spec)
+    assert not isinstance(operand, BlockDequantized), "a weight in bf16 is not quantized"
+    return PackedQTensor.from_qtensor(operand.codes)
 
 
 class QuantizePasses:
@@ -124,7 +127,7 @@ class QuantizePasses:
     def precompute_amax(self, x: jax.Array, specs: Sequence[OperandSpec]) -> Amaxes:
         """Returns the amaxes of x for these specs, None if the passes need none.
 
-        A caller that saves them quantizes x again without another read of x for them (`quantize_with_amax`).
+        A caller that saves them can requantize x without another read of x for them (`quantize_with_amax`).
         """
         return None
 
@@ -134,17 +137,19 @@ class QuantizePasses:
 
     def quantize_with_amax(self, x: jax.Array, specs: Sequence[OperandSpec], maxima: Amaxes) -> list[OperandOrResidual]:
         """Returns `quantize` with the precomputed `maxima` of x for at least these specs."""
-        made = [quantize_reference(x, r) for r in specs]
-        return [to_residual(operand) if r.as_residual else operand for operand, r in zip(made, specs, strict=True)]
+        operands = [quantize_reference(x, spec) for spec in specs]
+        return [
+            to_residual(operand) if spec.as_residual else operand for operand, spec in zip(operands, specs, strict=True)
+        ]
 
     def quantize_operands(
         self, x: jax.Array, specs: Sequence[OperandSpec], maxima: Amaxes = None
     ) -> list[OperandOrResidual]:
         """Returns `quantize`, with the quantization error as second term where a spec is `two_term`."""
-        made = self.quantize(x, specs) if maxima is None else self.quantize_with_amax(x, specs, maxima)
+        operands = self.quantize(x, specs) if maxima is None else self.quantize_with_amax(x, specs, maxima)
         return [
-            TwoTermOperand(first, *self.quantize(quantization_error(x, first), [r])) if r.two_term else first
-            for first, r in zip(made, specs, strict=True)
+            TwoTermOperand(first, *self.quantize(quantization_error(x, first), [spec])) if spec.two_term else first
+            for first, spec in zip(operands, specs, strict=True)
         ]
 
     def quantize_weight(self, w: jax.Array | StackSlice, spec: OperandSpec, *, packed: bool = True) -> WeightOperand:
@@ -157,13 +162,13 @@ class QuantizePasses:
     def requantize_weight(
         self, w: jax.Array | StackSlice, forward: WeightOperand, spec: OperandSpec, *, packed: bool = True
     ) -> WeightOperand:
-        """Quantizes a weight again from its forward operand; otherwise as `quantize_weight`."""
+        """Requantizes a weight from its forward operand; otherwise as `quantize_weight`."""
         return quantize_weight_reference(dequantize_operand(forward), spec)
 
     def weight_residual(self, made: WeightOperand) -> WeightResidual:
         """Returns the residual of a weight: without the transpose, as dgrad reads the stored order.
 
-        If it is scales only, `rematerialize_weight` quantizes the master again.
+        If it is scales only, `rematerialize_weight` requantizes the master.
         """
         return dataclasses.replace(made, transposed=None) if isinstance(made, Fp8Operand) else made
 
@@ -174,7 +179,7 @@ class QuantizePasses:
         spec: OperandSpec,
         forward: WeightOperand | None = None,
     ) -> WeightOperand:
-        """Quantizes the master w again with the saved scales, or from its forward operand, bit for bit.
+        """Rematerializes the operand from the master w and the saved scales, or from its forward operand, bit for bit.
 
         `spec` is the one that was passed to `quantize_weight` or `requantize_weight`.
         """
@@ -187,11 +192,11 @@ class QuantizePasses:
     def all_gather_weight(
         self, codes: PackedQTensor, policy: OperandPolicy, *, axis: int, shards: LinearSharding
     ) -> Operand | None:
-        """The operand of a weight of which these are one device's codes, if these passes gather it themselves."""
+        """Returns the operand of a weight from one device's codes, None if these passes do not all-gather it."""
         return None
 
     def operand_from_residual(self, kept: Residual, policy: OperandPolicy) -> Operand:
-        """An operand that was kept, bit for bit."""
+        """Returns a saved residual as an operand, bit for bit."""
         return from_residual(kept, policy)
 
 
