@@ -1,13 +1,13 @@
-"""The gated activation between the MLP's linears, h = a(g) * u, with every rounding stated.
+"""The gated activation between the MLP's linears, h = a(g) * u, with explicit roundings.
 
     h = a(g) * u                               forward
     du = dh * a(g),   dg = (dh * u) * a'(g)    backward
 
 Float32 arithmetic; a, h, du, dh * u and dg are each rounded to the activations' dtype, as a chain of separate
-operations in that dtype would. The roundings survive jit, so the quantizers that read h, dg and du see the same numbers
+operations in that dtype would. XLA keeps the roundings, so the quantizers that read h, dg and du see the same values
 wherever they are fused. exp() and tanh() are the device's own.
 
-An activation is a value; adding one is one more entry in `ACTIVATIONS`.
+An activation is an entry in `ACTIVATIONS`.
 """
 
 import dataclasses
@@ -28,19 +28,19 @@ def _round(x: jax.Array, like: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """a(g) and its slope a'(g), both of float32."""
+    """a(g) and its derivative a'(g), both from float32 to float32."""
 
     name: str
     fn: ScalarFn
     derivative: ScalarFn
 
     def forward(self, g: jax.Array, u: jax.Array) -> jax.Array:
-        """h in g's dtype."""
+        """Returns h in g's dtype."""
         gate, up = g.astype(jnp.float32), u.astype(jnp.float32)
         return _round(_round(self.fn(gate), g) * up, g).astype(g.dtype)
 
     def backward(self, g: jax.Array, u: jax.Array, dh: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(dg, du) in g's dtype."""
+        """Returns (dg, du) in g's dtype."""
         gate, up, d = (t.astype(jnp.float32) for t in (g, u, dh))
         du = _round(d * _round(self.fn(gate), g), g)
         dg = _round(_round(d * up, g) * self.derivative(gate), g)
@@ -49,7 +49,7 @@ class Activation:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_activation(activation: Activation, g: jax.Array, u: jax.Array) -> jax.Array:
-    """h with the activation's own roundings, both ways."""
+    """Returns h; forward and backward have the roundings of `activation`."""
     return activation.forward(g, u)
 
 

@@ -215,7 +215,7 @@ def key_words_arg(key: Key | None) -> jax.Array | StackSlice | None:
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
-    """Returns x rounded to bfloat16 by integer operations: XLA drops a cast to bfloat16 and back in one program."""
+    """Returns x as bfloat16 by a rounding that XLA keeps; it drops a cast to bfloat16 and back within one program."""
     return x if x.dtype == jnp.bfloat16 else round_bfloat16(x.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
@@ -267,7 +267,7 @@ def check_rounding_keys(policy: OperandPolicy, key: Key | None, signs: Key | Non
         )
 
 
-@jax.named_scope("quantize")  # a name for profiles: a mere cast to bfloat16 needs none
+@jax.named_scope("quantize")  # for profiles; the mere cast to bfloat16 above is not named
 def _quantize_grid(
     x: jax.Array, policy: OperandPolicy, axis: int, key: Key | None, cut: DimAxes, signs: Key | None,
     given: jax.Array | None,

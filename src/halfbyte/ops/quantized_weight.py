@@ -5,9 +5,9 @@ same codes; otherwise there are two sets. The codes have no gradient. `master` i
 its weight gradient as the cotangent of `master`, so gradients pass straight through the rounding, and since
 no forward computation reads it, a compiled program does not load it.
 
-On a mesh a device quantizes its part of the weight, under the maximum of the whole. Where a weight is gathered before a
-GEMM reads it, its codes and compact scales travel, 4.25 bits a number under NVFP4; the parts, not the gathered codes,
-are what the backward pass keeps.
+On a mesh a device quantizes its shard of the weight, under the amax of the global weight. If a weight is all-gathered
+before a GEMM, its codes and compact scales are sent, 4.25 bits per element under NVFP4. The residuals are the shards,
+not the gathered codes.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from halfbyte.ops.operand import BlockDequantized, Fp8Operand, Operand
 from halfbyte.recipes import Recipe
 from halfbyte.renamed import renamed_members
 
-CONTRACTED_WEIGHT_AXIS = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that each GEMM sums over
+CONTRACTED_WEIGHT_AXIS = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that the GEMM contracts
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["master", "fprop", "dgrad"], meta_fields=["recipe"])
@@ -52,7 +52,7 @@ class QWeight:
         return jnp.dtype(self.master.dtype)
 
     def codes(self, role: str) -> Any:
-        """What the GEMM reads whose weight is `role`; None if it is not quantized."""
+        """Returns the operand or codes of `role`, None if the recipe does not quantize it."""
         if not getattr(self.recipe, role).format.quantized:
             return None
         return self.fprop if role == "fprop_w" or self.dgrad is None else self.dgrad
@@ -61,10 +61,10 @@ class QWeight:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "amaxes"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class DelayedScalingWeight:
-    """A weight, and what its linear is scaled by under a recipe with a history: `amaxes` float32 [3], of x, W and dy in
-    steps before; 0 gives a scale of 1.
+    """A weight and, for delayed scaling, the amaxes of x, W and dy in earlier steps, float32 [3].
 
-    The cotangent of `amaxes` is no gradient: it is the largest magnitudes of this x, W and dy, for steps to come.
+    An amax of 0 gives a scale of 1. The cotangent of `amaxes` is no gradient: it holds the amaxes of the current x, W
+    and dy, for later steps.
     """
 
     weight: jax.Array
@@ -83,28 +83,30 @@ Weight = jax.Array | QWeight | DelayedScalingWeight
 
 
 def shares_fprop_dgrad_codes(recipe: Recipe) -> bool:
-    """Whether fprop and dgrad read one set of codes: square blocks, a tensor-wide scale, or no quantization."""
+    """Returns True if fprop and dgrad read one set of codes: 2D blocks, only a per-tensor scale, or not quantized."""
     same = recipe.fprop_w == recipe.dgrad_w and not recipe.fprop_w.hadamard and not recipe.fprop_w.stochastic
     return same and (recipe.fprop_w.block == "2d" or recipe.fprop_w.format.block is None)
 
 
 def weight_specs(weight: Any, spec: PartitionSpec, *, lead: int = 0) -> Any:
-    """The PartitionSpecs of a weight, array or QWeight, whose matrix is cut by `spec`, under `lead` dims that are not:
-    codes and scales of blocks as the matrix, a transpose the other way round, scalars not at all.
-    """
-    inner = (*spec, *(None,) * (2 - len(spec)))
-    whole, turned = (PartitionSpec(*(None,) * lead, *dims) for dims in (inner, inner[::-1]))
+    """Returns the PartitionSpecs of a weight, array or QWeight, whose matrix is sharded by `spec`.
 
-    def of(path: tuple[object, ...], leaf: jax.Array) -> PartitionSpec:
+    Codes and block scales are sharded as the matrix, a transpose by the reversed spec; `lead` leading dims and scalars
+    are not sharded.
+    """
+    matrix_axes = (*spec, *(None,) * (2 - len(spec)))
+    plain, transposed = (PartitionSpec(*(None,) * lead, *dims) for dims in (matrix_axes, matrix_axes[::-1]))
+
+    def leaf_spec(path: tuple[object, ...], leaf: jax.Array) -> PartitionSpec:
         if leaf.ndim != 2 + lead:
             return PartitionSpec()
-        return turned if path and path[-1] == jax.tree_util.GetAttrKey("transposed") else whole
+        return transposed if path and path[-1] == jax.tree_util.GetAttrKey("transposed") else plain
 
-    return jax.tree_util.tree_map_with_path(of, weight)
+    return jax.tree_util.tree_map_with_path(leaf_spec, weight)
 
 
 def all_gather_codes(codes: PackedQTensor, shards: LinearSharding) -> PackedQTensor:
-    """The codes of a whole weight; outer scales as well, where it has one a block."""
+    """Returns the codes of a weight all-gathered, with its block scales and outer scales that are not scalars."""
     scales = None if codes.scales is None else all_gather_dims(codes.scales, shards.weight_storage_axes)
     amax, outer = (
         all_gather_dims(t, shards.weight_storage_axes) if t.ndim else t for t in (codes.amax, codes.decode_scale)
@@ -114,17 +116,17 @@ def all_gather_codes(codes: PackedQTensor, shards: LinearSharding) -> PackedQTen
 
 
 def gather_kernel_weight(codes: BlockDequantized | Fp8Operand, role: str, shards: LinearSharding) -> Operand:
-    """A weight that a kernel made, put together; of 8-bit codes the one order that the GEMM reads, as bytes."""
+    """All-gathers a weight that a kernel wrote; of 8-bit codes only the order that the GEMM reads, as bytes."""
     if isinstance(codes, BlockDequantized):
         return dataclasses.replace(codes, array=all_gather_dims(codes.array, shards.weight_storage_axes))
 
-    def bytes_of(array: jax.Array, cut: DimAxes) -> jax.Array:
-        whole = all_gather_dims(lax.bitcast_convert_type(array, "uint8"), cut)
-        return lax.bitcast_convert_type(whole, array.dtype)
+    def gather(array: jax.Array, cut: DimAxes) -> jax.Array:
+        gathered = all_gather_dims(lax.bitcast_convert_type(array, "uint8"), cut)
+        return lax.bitcast_convert_type(gathered, array.dtype)
 
     if role == "fprop_w" and codes.transposed is not None:
         return dataclasses.replace(
-            codes, as_stored=None, transposed=bytes_of(codes.transposed, shards.weight_storage_axes[::-1])
+            codes, as_stored=None, transposed=gather(codes.transposed, shards.weight_storage_axes[::-1])
         )
     assert codes.as_stored is not None, "dgrad reads a weight as it lies"
-    return dataclasses.replace(codes, as_stored=bytes_of(codes.as_stored, shards.weight_storage_axes), transposed=None)
+    return dataclasses.replace(codes, as_stored=gather(codes.as_stored, shards.weight_storage_axes), transposed=None)

@@ -1,8 +1,8 @@
 """Rotary position embedding, with the frequency scaling of Llama 3.1.
 
-Pair i of a head (elements i and i + head_dim/2) turns by the angle position * theta^(-2i/head_dim). Llama 3.1 stretches
-long wavelengths: those above original/low are divided by `factor`, those below original/high are kept, and between them
-the two are blended linearly in original/wavelength.
+Pair i of a head (elements i and i + head_dim/2) is rotated by the angle position * theta^(-2i/head_dim). Llama 3.1
+stretches long wavelengths: frequencies of wavelengths above original/low are divided by `factor`, those below
+original/high are unchanged, and between them the two are blended linearly in original/wavelength.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from halfbyte.io import check_float, check_int
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies beyond the context of pretraining."""
+    """Llama 3.1's scaling of the rotary frequencies beyond the context of pretraining."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -39,25 +39,25 @@ class RopeScaling:
 
 
 def rope_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Radians a position for each pair, float32 [head_dim / 2]."""
+    """Returns radians per position for each pair, float32 [head_dim / 2]."""
     plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return plain.astype(np.float32)
-    turns = scaling.original_max_seq * plain / (2 * np.pi)  # original length in wavelengths
+    rotations = scaling.original_max_seq * plain / (2 * np.pi)  # original length in wavelengths
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
-    return (keep * plain + (1 - keep) * plain / scaling.factor).astype(np.float32)
+    plain_share = np.clip((rotations - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return (plain_share * plain + (1 - plain_share) * plain / scaling.factor).astype(np.float32)
 
 
 def rope_cos_sin(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the angles, float32 [batch, seq, 1, head_dim / 2], for `positions` [batch, seq]."""
+    """Returns cos and sin of the angles, float32 [batch, seq, 1, head_dim / 2], for `positions` [batch, seq]."""
     angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies).reshape(1, 1, 1, -1)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """`x` [batch, seq, heads, head_dim] turned by its positions; float32 inside, x's dtype out."""
+    """Rotates `x` [batch, seq, heads, head_dim] by its positions; in float32, returned in x's dtype."""
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

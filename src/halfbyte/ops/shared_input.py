@@ -35,19 +35,19 @@ def quantize_shared_x(
     `maxima`: the results of `shared_x_amax` for the same linears and at least these roles.
     """
     firsts = {role: first_with_same_operand(linears, role) for role in roles}
-    made: dict[tuple[int, str], OperandOrResidual] = {}
-    for (passes, mine), known in itertools.zip_longest(_group_by_passes(linears, firsts).items(), maxima):
-        requests = [linears[i].operand_spec(role, kept=role in kept) for i, role in mine]
-        made |= dict(zip(mine, passes.quantize_operands(x, requests, known), strict=True))
-    return [[made[firsts[role][i], role] for role in roles] for i in range(len(linears))]
+    operands: dict[tuple[int, str], OperandOrResidual] = {}
+    for (passes, operand_keys), amaxes in itertools.zip_longest(_group_by_passes(linears, firsts).items(), maxima):
+        requests = [linears[i].operand_spec(role, kept=role in kept) for i, role in operand_keys]
+        operands |= dict(zip(operand_keys, passes.quantize_operands(x, requests, amaxes), strict=True))
+    return [[operands[firsts[role][i], role] for role in roles] for i in range(len(linears))]
 
 
 def shared_x_amax(x: jax.Array, linears: Sequence[QuantizedLinear], roles: Sequence[str]) -> list[Amaxes]:
     """Returns the amaxes of x that the passes of these linears need, named for the remat policy (SCALES_NAME)."""
-    found, firsts = [], {role: first_with_same_operand(linears, role) for role in roles}
-    for passes, mine in _group_by_passes(linears, firsts).items():
-        found.append(passes.precompute_amax(x, [linears[i].operand_spec(role) for i, role in mine]))
-    return tag_residual(found, SCALES_NAME)
+    amaxes, firsts = [], {role: first_with_same_operand(linears, role) for role in roles}
+    for passes, operand_keys in _group_by_passes(linears, firsts).items():
+        amaxes.append(passes.precompute_amax(x, [linears[i].operand_spec(role) for i, role in operand_keys]))
+    return tag_residual(amaxes, SCALES_NAME)
 
 
 def _group_by_passes(
@@ -57,7 +57,7 @@ def _group_by_passes(
 
     `firsts`: `first_with_same_operand` of each role.
     """
-    found: dict[QuantizePasses, list[tuple[int, str]]] = {linear.passes: [] for linear in linears}
+    groups: dict[QuantizePasses, list[tuple[int, str]]] = {linear.passes: [] for linear in linears}
     for i, linear in enumerate(linears):
-        found[linear.passes] += [(i, role) for role in firsts if firsts[role][i] == i]
-    return found
+        groups[linear.passes] += [(i, role) for role in firsts if firsts[role][i] == i]
+    return groups

@@ -15,15 +15,17 @@ from halfbyte.ops.gemm_problem import GemmKind, LinearProblem
 from halfbyte.ops.quantize_passes import XLA_PASSES, QuantizePasses
 from halfbyte.recipes import WEIGHT_ROLES, Recipe
 
-# The order in which `auto` asks; `reference` serves everything.
+# The order in which `auto` tries them; `reference` supports every problem.
 PREFERENCE = ("native", "fp8", "fused", "emulated", "reference")
 BACKENDS = {module.BACKEND.name: module.BACKEND for module in (reference, emulated, fused, fp8, native)}
 
 
 @dataclasses.dataclass(frozen=True)
 class BackendChoice:
-    """Who serves one linear: `passes` of backend `name` make its operands of x and dy, `multipliers` (GEMM, backend)
-    multiply them, and `weight_passes` quantize the weight: the same passes, or `xla`.
+    """The backends of one linear, chosen before tracing.
+
+    `passes` of backend `name` quantize x and dy. `multipliers` are pairs (GEMM, backend). `weight_passes`, which
+    quantize the weight, are the same passes or `xla`.
     """
 
     name: str
@@ -33,34 +35,34 @@ class BackendChoice:
 
     @property
     def weight_quantize_passes(self) -> QuantizePasses:
-        """What quantizes the weight."""
+        """Returns the passes that quantize the weight."""
         return XLA_PASSES if self.weight_passes == XLA_PASSES.name else self.passes
 
     def operand_passes(self, role: str, *, ahead: bool = False) -> str:
-        """The passes that make operand `role`; `ahead`: weights are quantized before the step's linears see them."""
+        """Returns the name of the passes that quantize operand `role`; `ahead`: weights are quantized before the step."""
         if role not in WEIGHT_ROLES:
             return self.passes.name
         return XLA_PASSES.name if ahead else self.weight_passes
 
     def gemm_backend(self, gemm: GemmKind) -> Backend:
-        """Who multiplies `gemm`."""
+        """Returns the backend that runs `gemm`."""
         return BACKENDS[dict(self.multipliers)[gemm.name]]
 
 
 def check_backend(name: str) -> None:
-    """ValueError where there is no backend of that name, whether or not anything asks for one."""
+    """Raises ValueError if there is no backend of that name."""
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
 
 
 def choose_backend(name: str, problem: LinearProblem) -> BackendChoice:
-    """The choice of backend `name`, or under "auto" that of the first in PREFERENCE that serves and pays."""
+    """Returns the choice for backend `name`; "auto": the first of PREFERENCE that is supported and profitable."""
     reason = problem.empty_reason() or problem.block_mismatch_reason()
     if reason is not None:
         raise ValueError(f"recipe {problem.recipe.name}: {reason}")
     if name == "auto":
-        able = (BACKENDS[n] for n in PREFERENCE if _reason(BACKENDS[n], problem) is None)
-        return _choice(next(able), problem)
+        supported = (BACKENDS[n] for n in PREFERENCE if _reason(BACKENDS[n], problem) is None)
+        return _choice(next(supported), problem)
     check_backend(name)
     reason = BACKENDS[name].unsupported_reason(problem)
     if reason is not None:
@@ -71,20 +73,20 @@ def choose_backend(name: str, problem: LinearProblem) -> BackendChoice:
 
 
 def _choice(backend: Backend, problem: LinearProblem) -> BackendChoice:
-    def multiplies(gemm: GemmKind) -> str:
-        able = (b for b in (backend, emulated.BACKEND, reference.BACKEND) if b.unsupported(problem, gemm) is None)
-        return next(able).name
+    def gemm_backend_name(gemm: GemmKind) -> str:
+        supported = (b for b in (backend, emulated.BACKEND, reference.BACKEND) if b.unsupported(problem, gemm) is None)
+        return next(supported).name
 
     passes = backend.operand_passes(problem)
     reasons = [passes.weight_unsupported(problem, getattr(problem.recipe, role)) for role in WEIGHT_ROLES]
     weight_passes = XLA_PASSES.name if any(reasons) else passes.name
     return BackendChoice(
-        backend.name, tuple((gemm.name, multiplies(gemm)) for gemm in problem.gemms), weight_passes, passes
+        backend.name, tuple((gemm.name, gemm_backend_name(gemm)) for gemm in problem.gemms), weight_passes, passes
     )
 
 
 def _reason(backend: Backend, problem: LinearProblem) -> str | None:
-    """Why `auto` passes it over."""
+    """Returns why `auto` skips this backend, or None."""
     reason = backend.unsupported_reason(problem)
     if reason is not None or all(backend.is_profitable(problem, gemm) for gemm in problem.quantized_gemms):
         return reason
@@ -92,24 +94,26 @@ def _reason(backend: Backend, problem: LinearProblem) -> str | None:
 
 
 def rejected_backends(problem: LinearProblem, chosen: str) -> dict[str, str]:
-    """Faster backend -> why it does not serve this problem, for those of its formats that `auto` would have preferred
-    to `chosen`; and why the passes of `chosen` itself leave its operands to XLA, if they do.
+    """Returns backend -> why it does not serve this problem, for those that `auto` would have preferred to `chosen`.
+
+    Backends that do not support the recipe's formats are left out. The key `{chosen} kernels` gives the reason if XLA
+    quantizes the operands instead of the kernels of `chosen`.
     """
     preferred = PREFERENCE[: PREFERENCE.index(chosen)] if chosen in PREFERENCE else PREFERENCE
-    fitting = [BACKENDS[name] for name in preferred if BACKENDS[name].format_mismatch(problem.recipe) is None]
-    found = {backend.name: reason for backend in fitting if (reason := _reason(backend, problem)) is not None}
-    own = BACKENDS[chosen].xla_fallback_reason(problem)
-    return found if own is None else found | {f"{chosen} kernels": own}
+    format_matches = [BACKENDS[name] for name in preferred if BACKENDS[name].format_mismatch(problem.recipe) is None]
+    reasons = {backend.name: reason for backend in format_matches if (reason := _reason(backend, problem)) is not None}
+    fallback_reason = BACKENDS[chosen].xla_fallback_reason(problem)
+    return reasons if fallback_reason is None else reasons | {f"{chosen} kernels": fallback_reason}
 
 
 def check_token_blocks(problem: LinearProblem) -> None:
-    """Raises where the tokens of the problem cannot be blocked for the backward pass."""
+    """Raises ValueError if the recipe's blocks do not divide the tokens, as the backward pass needs."""
     reason = dataclasses.replace(problem, training=True).block_mismatch_reason()
     if reason is not None:
         raise ValueError(f"recipe {problem.recipe.name}: {reason}")
 
 
 def backends_for(recipes: Iterable[Recipe]) -> list[Backend]:
-    """The backends that may take part in a program of these recipes."""
+    """Returns the backends that a program of these recipes may use."""
     quantized = [recipe for recipe in recipes if recipe.quantized]
     return [b for b in BACKENDS.values() if any(b.format_mismatch(recipe) is None for recipe in quantized)]

@@ -1,4 +1,4 @@
-"""What a backend is: who multiplies, who makes the operands, and what a program with it must be compiled with."""
+"""The interface of a backend: its GEMMs, its quantize passes, and how a program that uses it is compiled."""
 
 import contextlib
 import dataclasses
@@ -57,21 +57,22 @@ class Backend:
     unexpected_gemms: Callable[[Lowered, Compiled], list[str]] = lambda lowered, compiled: []
 
     def unsupported_reason(self, problem: LinearProblem) -> str | None:
-        """Why it does not serve the problem, or None: its formats, its passes, or a quantized GEMM that is its own."""
+        """Returns why it does not serve the problem, or None: formats, passes or a quantized GEMM are unsupported."""
         reasons = [passes.unsupported(problem) for passes in self.passes]
         reason = self.format_mismatch(problem.recipe) or (reasons[0] if all(reasons) else None)
         if reason is not None or self.allows_per_gemm_fallback:
             return reason
         unsupported = (self.unsupported(problem, gemm) for gemm in problem.quantized_gemms)
-        return next((found for found in unsupported if found is not None), None)
+        return next((gemm_reason for gemm_reason in unsupported if gemm_reason is not None), None)
 
     def operand_passes(self, problem: LinearProblem) -> QuantizePasses:
-        """The first of its passes that can make the operands of x and dy."""
+        """Returns the first of its passes that support the operands of x and dy."""
         return next(p for p in self.passes if p.unsupported(problem) is None)
 
     def xla_fallback_reason(self, problem: LinearProblem) -> str | None:
-        """Why kernels do not make these operands, or None if they do or there are none: the reason of the first passes
-        whose formats these are.
+        """Returns why no kernels quantize these operands, or None if they do or the backend has no kernels.
+
+        The reason is that of the first passes that support the recipe's formats.
         """
         kernels = [p for p in self.passes if p.name != XLA_PASSES.name]
         reasons = {p: p.unsupported(problem) for p in kernels}

@@ -1,7 +1,7 @@
-"""cuDNN's block-scaled GEMM, as XLA calls it: what the call needs, and how operands are handed to it.
+"""cuDNN's block-scaled GEMM as an FFI call: its requirements and the layout of its operands.
 
-It takes codes with the contraction last, block scales in tiles of 128x4, and a scalar of the result's type that
-multiplies the result (`block_scaling_rewriter` of XLA writes the same).
+It reads K-major codes, block scales swizzled in tiles of 128x4, and a scalar of the result's dtype that multiplies the
+result. XLA's `block_scaling_rewriter` writes the same call.
 """
 
 import math
@@ -19,13 +19,13 @@ MIN_CUDNN_FOR_GLOBAL_SCALE = (
     9,
     13,
     0,
-)  # the first cuDNN that applies it; earlier ones compile the call and leave it out
+)  # earlier versions compile the call but do not apply the scalar
 BLOCK_SCALED_SCOPE = "block_scaled_call"  # the name that native GEMMs carry in a compiled program
-SCALE_TILE_ROWS = 128  # rows of operands come in whole tiles
+SCALE_TILE_ROWS = 128  # rows of operands are padded to whole tiles
 
 
 def is_native_profitable(problem: LinearProblem, gemm: GemmKind) -> bool:
-    """Whether the device trains in both formats on units of its own, and is believed to do it right."""
+    """Returns True if the device has tensor cores that train in both formats and is not distrusted."""
     return has_block_scaled_tensor_cores(problem, gemm) and distrust_reason(problem.device) is None
 
 
@@ -36,7 +36,7 @@ def has_block_scaled_tensor_cores(problem: LinearProblem, gemm: GemmKind) -> boo
 
 
 def cudnn_call_refusal(problem: LinearProblem) -> str | None:
-    """Why our own call cannot multiply: it needs units, arrays of one device, and a cuDNN that applies factors."""
+    """Returns why the FFI call is unsupported: no tensor cores, a partitioned program or an older cuDNN; or None."""
     if problem.partitioned_by_xla:
         return "its call multiplies arrays of one device, and this program is sharded by the compiler"
     if not all(has_block_scaled_tensor_cores(problem, gemm) for gemm in problem.quantized_gemms):
@@ -51,7 +51,7 @@ def cudnn_call_refusal(problem: LinearProblem) -> str | None:
 def block_scaled_dot(
     left: BlockScaledOperand, right: BlockScaledOperand, scale: jax.Array | None, dtype: jnp.dtype
 ) -> jax.Array:
-    """[rows of left, rows of right]: float32 sums times `scale`, which `dtype` must hold exactly, in `dtype`."""
+    """Returns float32 sums times `scale` [rows of left, rows of right], in `dtype`, which must hold `scale` exactly."""
     m, n = math.prod(left.rows), math.prod(right.rows)
     (a, a_scales), (b, b_scales) = (_cudnn_operand(operand) for operand in (left, right))
     y = cudnn_block_scaled_call(
@@ -62,7 +62,7 @@ def block_scaled_dot(
 
 @jax.named_scope(BLOCK_SCALED_SCOPE)
 def cudnn_block_scaled_call(a: jax.Array, b: jax.Array, *scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """cuDNN's call over [1, rows, contraction] elements, with the tiled scales of both and a scalar for the result."""
+    """Calls cuDNN on elements [1, rows, k] with the swizzled scales of both and a scalar for the result."""
     shape = (1, a.shape[1], b.shape[1])
     # The second result is cuDNN's workspace, whose size XLA sets.
     results = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((0,), jnp.uint8)
@@ -73,10 +73,10 @@ def cudnn_block_scaled_call(a: jax.Array, b: jax.Array, *scales: jax.Array, dtyp
 
 
 def _cudnn_operand(operand: BlockScaledOperand) -> tuple[jax.Array, jax.Array]:
-    """([1, rows, contraction] elements, [1, rows, blocks] scales in tiles), rows in whole tiles."""
+    """Returns (elements [1, rows, k], swizzled scales [1, rows, blocks]), rows padded to whole tiles."""
     fmt = operand.policy.format
     assert fmt.element is not None and fmt.scale_dtype is not None
     codes = jnp.pad(operand.codes, ((0, -operand.codes.shape[0] % SCALE_TILE_ROWS), (0, 0)))
-    # [rows, bytes] -> [rows, bytes, 2] where two codes share a byte -> [1, rows, contraction]
+    # [rows, bytes] -> [rows, bytes, 2] where two codes share a byte -> [1, rows, k]
     elements = lax.bitcast_convert_type(codes, fmt.element.dtype).reshape(1, codes.shape[0], operand.k_size)
     return elements, lax.bitcast_convert_type(operand.scales, fmt.scale_dtype).reshape(1, codes.shape[0], -1)

@@ -1,7 +1,7 @@
-"""What the kernels of `fused` serve: operand policies, and what each says to a kernel.
+"""Operand policies that the kernels of `fused` support, and their kernel arguments.
 
-NVFP4 blocks of 16 under E4M3 scales, plain or by four over six, the Hadamard transform of 16 tokens for wgrad only; or
-Quartet II's operands, of which those of the backward pass are transformed in runs of 128.
+NVFP4 blocks of 16 under E4M3 scales, standard or four over six, with the 16-point Hadamard transform for wgrad only; or
+Quartet II's operands, those of the backward pass with 128-point transforms.
 """
 
 import dataclasses
@@ -18,19 +18,21 @@ KERNEL_FORMATS = (
     formats.NVFP4_46_MSE,
     formats.NVFP4_46_MAE,
     formats.NVFP4_46_SR,
-)  # E2M1 under E4M3 scales of 16, one S a tensor
-WEIGHT_2D = OperandPolicy(formats.NVFP4, block="2d")  # of a tile, one carrier or packed codes for both GEMMs
+)  # E2M1 in blocks of 16 under E4M3 scales, one float32 scale per tensor
+WEIGHT_2D = OperandPolicy(
+    formats.NVFP4, block="2d"
+)  # 2D blocks: one block-dequantized operand, or its packed codes, for fprop and dgrad
 QUARTET = OperandPolicy(formats.NVFP4_QUARTET, rounding="away")
 EDEN = OperandPolicy(formats.NVFP4_EDEN, rounding="away", hadamard=True, hadamard_size=ms_eden.POINTS, signs="fresh")
 EDEN_REQUANTIZED = dataclasses.replace(EDEN, source="requantize_forward")
-KERNEL_WEIGHT_POLICIES = {  # what its weight kernels make
+KERNEL_WEIGHT_POLICIES = {  # what the weight kernels write
     WEIGHT_2D,
     QUARTET,
     EDEN_REQUANTIZED,
     *(OperandPolicy(fmt, source=source) for fmt in KERNEL_FORMATS for source in ("as_is", "requantize_forward")),
 }
 OF_ROWS, OF_TOKENS = ("fprop_x", "dgrad_dy"), ("wgrad_x", "wgrad_dy")
-# Every operand policy that its kernels serve, of rows and of tokens.
+# The operand policies of x and dy that the kernels support, rowwise and columnwise.
 KERNEL_POLICIES = {
     role: {
         OperandPolicy(fmt, rounding=rounding, hadamard=hadamard, source=source)
@@ -41,7 +43,7 @@ KERNEL_POLICIES = {
     }
     for role in OF_ROWS + OF_TOKENS
 }
-# The transform reads bfloat16, to which a kernel rounds the forward operand's numbers; without it they are float32.
+# With a transform a kernel rounds the forward operand's values to bfloat16; without one they stay float32.
 KERNEL_POLICIES["wgrad_x"] |= {
     dataclasses.replace(p, source="requantize_forward") for p in KERNEL_POLICIES["wgrad_x"] if p.hadamard
 }
@@ -50,13 +52,13 @@ for _role, _policy in (("fprop_x", QUARTET), ("dgrad_dy", EDEN), ("wgrad_dy", ED
 
 
 def rule_of(policy: OperandPolicy) -> formats.TwoLevelScale:
-    """The scale rule of a format that is served."""
+    """Returns the scale rule of a supported format."""
     assert isinstance(policy.format.scale, formats.TwoLevelScale)
     return policy.format.scale
 
 
 class KernelScaling(TypedDict):
-    """What a policy says to a kernel about scales and rounding."""
+    """Keyword arguments of a kernel: scale rule and rounding of a policy."""
 
     rule: formats.TwoLevelScale
     rounding: str
@@ -67,31 +69,31 @@ def kernel_scaling(policy: OperandPolicy) -> KernelScaling:
 
 
 def uses_hadamard128(policy: OperandPolicy) -> bool:
-    """Whether an operand is transformed in runs of 128: a pass of its own."""
+    """Returns True if an operand has 128-point transforms, which need a separate pass."""
     return policy.hadamard and policy.hadamard_size == ms_eden.POINTS
 
 
 def separate_pass_reason(recipes: Sequence[Recipe]) -> str | None:
-    """Why operands of these recipes are not made beside others, or None."""
-    runs = any(uses_hadamard128(policy) for recipe in recipes for policy in recipe.operands().values())
-    return f"transforms of {ms_eden.POINTS} points are passes of their own" if runs else None
+    """Returns why operands of these recipes cannot share a pass with others, or None."""
+    hadamard128 = any(uses_hadamard128(policy) for recipe in recipes for policy in recipe.operands().values())
+    return f"transforms of {ms_eden.POINTS} points are passes of their own" if hadamard128 else None
 
 
 def nvfp4_format_mismatch(recipe: Recipe) -> str | None:
-    """Needs x and dy in NVFP4, the Hadamard transform for wgrad only; or Quartet II's operands."""
-    for again, forward in FORWARD_ROLE_OF.items():
-        policy, source = getattr(recipe, again), getattr(recipe, forward)
+    """Returns None for x and dy in NVFP4 with a transform for wgrad only, or for Quartet II's operands; else a reason."""
+    for requantized, forward in FORWARD_ROLE_OF.items():
+        policy, source = getattr(recipe, requantized), getattr(recipe, forward)
         if (
             policy.source == "requantize_forward"
             and policy.format.scale.uses_effective_step != source.format.scale.uses_effective_step
         ):
-            return f"{again} is {policy}, and its kernels do not make that of {source}"
-    of_quartet = [getattr(recipe, role) in (QUARTET, EDEN, EDEN_REQUANTIZED) for role in KERNEL_POLICIES]
-    if any(of_quartet) and not all(of_quartet):
+            return f"{requantized} is {policy}, and its kernels do not make that of {source}"
+    is_quartet = [getattr(recipe, role) in (QUARTET, EDEN, EDEN_REQUANTIZED) for role in KERNEL_POLICIES]
+    if any(is_quartet) and not all(is_quartet):
         return "its kernels make Quartet II's operands of x and of dy, or of neither"
-    for role, served in KERNEL_POLICIES.items():
+    for role, supported in KERNEL_POLICIES.items():
         policy = getattr(recipe, role)
-        if policy not in served:
+        if policy not in supported:
             return (
                 f"{role} is {policy}; its kernels make NVFP4 blocks of 16, plain or by four over six, with the "
                 "Hadamard transform for wgrad only, and of a forward operand with it; or Quartet II's operands"
