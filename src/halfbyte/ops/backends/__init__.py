@@ -39,7 +39,7 @@ class BackendChoice:
         return XLA_PASSES if self.weight_passes == XLA_PASSES.name else self.passes
 
     def operand_passes(self, role: str, *, ahead: bool = False) -> str:
-        """Returns the name of the passes that quantize operand `role`; `ahead`: weights are quantized before the step."""
+        """Returns the name of the passes that quantize operand `role`; `ahead`: weights are prequantized."""
         if role not in WEIGHT_ROLES:
             return self.passes.name
         return XLA_PASSES.name if ahead else self.weight_passes

@@ -1,16 +1,16 @@
-"""`fused`: the quantize passes as GPU kernels of our own, and bfloat16 GEMMs over their carriers.
+"""`fused`: quantize passes as GPU kernels, and bfloat16 GEMMs over block-dequantized operands.
 
-On a Hopper GPU the GEMMs of `emulated` already run at the speed of bfloat16; what an emulated step owes on top are the
-passes that quantize. Here each tensor is read once for its maxima and once for all the operands requested of it, with
-the Hadamard transform, the random bits and SwiGLU inside (`kernels`). The operands are those of the definition, bit
-for bit; for SwiGLU that holds on the numbers that the kernels compute with the GPU's own exp.
+On a Hopper GPU the GEMMs of `emulated` already run at the speed of bfloat16; an emulated step is slower by its quantize
+passes. Here each tensor is read once for its amax and once for all requested operands, with the Hadamard transform, the
+random bits and SwiGLU fused (`kernels`). The operands match the reference bit for bit; with SwiGLU they do for the
+values that the kernels compute with the GPU's own exp.
 
-An operand whose source is the forward one is made of that one's carrier, in two further reads: kernels multiply it by
-the tensor's decode scale, which gives the numbers of `QTensor.dequantize`. Under MS-EDEN it is made of the tensor
-itself (`kernels/ms_eden.py`), and is a pass of its own, like every operand that is transformed in runs of 128.
+An operand that is requantized from the forward operand takes two further reads of that block-dequantized operand:
+kernels multiply it by the tensor's decode scale, which gives the values of `QTensor.dequantize`. Under MS-EDEN it is
+quantized from the tensor itself (`kernels/ms_eden.py`) in a separate pass, as every operand with 128-point transforms.
 
-The GEMM kernel multiplies its float32 accumulator by the factors before it rounds; XLA would write the float32 sums to
-memory and read them again. A GEMM whose sizes its tiles do not divide is `emulated`'s, over the same operands.
+The GEMM kernel multiplies its float32 accumulator by alpha before it rounds; XLA would write the float32 sums to memory
+and read them again. A GEMM whose sizes its tiles do not divide runs on `emulated`, over the same operands.
 """
 
 import dataclasses
@@ -67,11 +67,11 @@ from halfbyte.ops.quantize_passes import (
 )
 from halfbyte.recipes import OperandPolicy, Recipe
 
-LAYOUT_OF_GEMM = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
+LAYOUT_OF_GEMM = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # the GEMM kernel's names
 
 
 def fused_unsupported(problem: LinearProblem, gemm: GemmKind) -> str | None:
-    """Why the GEMM kernel cannot multiply, or None."""
+    """Returns why the GEMM kernel does not support `gemm`, or None."""
     m, n, k = problem.gemm_sizes_mnk(gemm)
     dtype = problem.weight_dtype if gemm is WGRAD else problem.dtype
     return gemm_unsupported(
@@ -80,15 +80,15 @@ def fused_unsupported(problem: LinearProblem, gemm: GemmKind) -> str | None:
 
 
 def fused_gemm(gemm: GemmKind, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
-    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
+    """Returns exact products summed in float32, times alpha, rounded once to `dtype`."""
     a, b = left.values(), right.values()
     x, w = (t.reshape(-1, t.shape[-1]).astype(jnp.bfloat16) for t in (a, b))  # [tokens..., features] -> a matrix
-    y = kernels.matmul(x, w, _factors(left), _factors(right), layout=LAYOUT_OF_GEMM[gemm], out_dtype=dtype)
+    y = kernels.matmul(x, w, _scale_vector(left), _scale_vector(right), layout=LAYOUT_OF_GEMM[gemm], out_dtype=dtype)
     return y.reshape(result_shape(a.shape, b.shape, gemm.contracting_axes(a.ndim)))
 
 
-def _factors(operand: Operand) -> jax.Array:
-    """The scale vector as the GEMM kernel reads it, also for operands of other passes: weights made once a step."""
+def _scale_vector(operand: Operand) -> jax.Array:
+    """Returns the scale vector that the GEMM kernel reads; built from `decode_scale` for operands of other passes."""
     vector = getattr(operand, "scale_vector", None)
     if vector is not None:
         return vector
@@ -97,12 +97,12 @@ def _factors(operand: Operand) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class FusedQuantizePasses(GatedQuantizePasses):
-    """The passes as kernels."""
+    """The quantize passes of NVFP4 as kernels."""
 
     name = "fused"
     supports_stacked_residuals = True
     reads_stacks = True
-    packs_weights = False  # also those that do not travel
+    packs_weights = False  # True: weights are packed even if they are not all-gathered
 
     def unsupported(self, problem: LinearProblem) -> str | None:
         """Needs one Hopper or newer NVIDIA GPU, bfloat16 tensors, and sizes that the kernels' tiles divide."""
@@ -133,22 +133,22 @@ class FusedQuantizePasses(GatedQuantizePasses):
         return None if len(transforms) == 1 else "its kernels transform the columns of dg, du and h alike"
 
     def precompute_amax(self, x: jax.Array, specs: Sequence[OperandSpec]) -> Amaxes:
-        """Of what is not transformed in runs."""
-        beside = [r for r in specs if not uses_hadamard128(r.policy)]
-        if not beside and all(r.forward_spec is None for r in specs):
+        """Returns the partial amaxes of x and its transform; operands with 128-point transforms compute their own."""
+        tiled_specs = [spec for spec in specs if not uses_hadamard128(spec.policy)]
+        if not tiled_specs and all(spec.forward_spec is None for spec in specs):
             return None
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        found = kernels.partial_amax(flat, hadamard=_transformed(_direct_specs(beside)))
-        return _merge_amaxes(found, specs)
+        amaxes = kernels.partial_amax(flat, hadamard=_any_hadamard(_direct_specs(tiled_specs)))
+        return _merge_amaxes(amaxes, specs)
 
     def quantize_with_amax(self, x: jax.Array, specs: Sequence[OperandSpec], maxima: Amaxes) -> list[OperandOrResidual]:
-        flat, tops = x.reshape(-1, x.shape[-1]), maxima or ()  # [tokens..., features] -> [tokens, features]
-        beside = [r for r in specs if not uses_hadamard128(r.policy)]
-        made = iter(
-            self._run_pass(functools.partial(kernels.quantize_tiled, flat), tops, beside, x.shape) if beside else ()
+        flat, amaxes = x.reshape(-1, x.shape[-1]), maxima or ()  # [tokens..., features] -> [tokens, features]
+        tiled = [spec for spec in specs if not uses_hadamard128(spec.policy)]
+        operands = iter(
+            self._run_pass(functools.partial(kernels.quantize_tiled, flat), amaxes, tiled, x.shape) if tiled else ()
         )
 
-        def run(spec: OperandSpec) -> OperandOrResidual:
+        def quantize_separately(spec: OperandSpec) -> OperandOrResidual:
             forward = None
             if spec.axis != ROW_AXIS and x.shape[-2] % ms_eden.POINTS:
                 raise ValueError(
@@ -157,91 +157,97 @@ class FusedQuantizePasses(GatedQuantizePasses):
                 )
             if spec.forward_spec is not None:
                 policy = spec.forward_spec.policy
-                scale = kernels.compute_tensor_scale(tops[0], top=amax_target(rule_of(policy)))
+                scale = kernels.compute_tensor_scale(amaxes[0], top=amax_target(rule_of(policy)))
                 forward = ms_eden.ForwardOperand(scale, **kernel_scaling(policy))
-            scale = _scale_of_runs(flat, spec, forward)
+            scale = _eden_scale(flat, spec, forward)
             codes = _quantize_hadamard128(flat, spec, scale, forward, x.shape)
             return self._operands(codes, [spec], [scale], x.shape)[0]
 
-        return [run(r) if uses_hadamard128(r.policy) else next(made) for r in specs]
+        return [quantize_separately(spec) if uses_hadamard128(spec.policy) else next(operands) for spec in specs]
 
     def _run_pass(
         self, run, tops: Sequence[jax.Array], specs: Sequence[OperandSpec], shape: tuple
     ) -> list[OperandOrResidual]:
-        """Quantizes the tensor, and first, once each, the forward operands that others are quantized from."""
+        """Quantizes the tensor directly, including forward operands, then requantizes operands from those."""
         direct = _direct_specs(specs)
-        made = self._run_in_rounds(run, tops, direct, shape)
+        operands = self._run_in_rounds(run, tops, direct, shape)
 
-        def answer(wish: OperandSpec) -> OperandOrResidual:
-            return next(o for r, o in zip(direct, made, strict=True) if r is wish or r.is_same_operand(wish))
+        def find(wish: OperandSpec) -> OperandOrResidual:
+            return next(
+                operand
+                for spec, operand in zip(direct, operands, strict=True)
+                if spec is wish or spec.is_same_operand(wish)
+            )
 
         return [
-            answer(r) if r.forward_spec is None else self._requantize_column(answer(r.forward_spec), r) for r in specs
+            find(spec) if spec.forward_spec is None else self._requantize_column(find(spec.forward_spec), spec)
+            for spec in specs
         ]
 
     def _requantize_column(self, forward: BlockDequantized, spec: OperandSpec) -> OperandOrResidual:
-        """Quantizes a forward operand again along columns."""
-        shape, owed = forward.array.shape, _decode_scale_of(forward)
+        """Requantizes a forward operand along columns."""
+        shape, decode_scale = forward.array.shape, _decode_scale_of(forward)
         flat = forward.array.reshape(-1, shape[-1])  # [tokens..., features] -> [tokens, features]
-        tops = _merge_amaxes(kernels.partial_amax(flat, deferred_alpha=owed), [spec])
-        (_, column), scales = self._kernel_operands(tops, None, spec, shape)
-        made = kernels.quantize_tiled(flat, columns=dataclasses.replace(column, deferred_alpha=owed))
-        return self._operands(made, [spec], scales, shape)[0]
+        amaxes = _merge_amaxes(kernels.partial_amax(flat, deferred_alpha=decode_scale), [spec])
+        (_, column), scales = self._kernel_operands(amaxes, None, spec, shape)
+        outputs = kernels.quantize_tiled(flat, columns=dataclasses.replace(column, deferred_alpha=decode_scale))
+        return self._operands(outputs, [spec], scales, shape)[0]
 
     def activate_to_stacks(self, g, u, specs, into):
-        flat, owed = _matrices(g, u)
-        hadamard, places = _transformed(specs), [layer.reshape(-1, layer.shape[-1]) for layer in into]
-        found = kernels.swiglu_forward_amax(*flat, deferred_alpha=owed, hadamard=hadamard, stack_slices=places)
-        tops, stacks = found[: len(found) - len(into)], found[len(found) - len(into) :]
-        run = functools.partial(kernels.swiglu_quantize_forward, *flat, deferred_alpha=owed)
-        made = self._run_in_rounds(run, _merge_amaxes(tops, specs), specs, g.shape)
-        return made, tuple(s.reshape(layer.stack.shape) for s, layer in zip(stacks, into, strict=True))
+        flat, alphas = _matrices(g, u)
+        hadamard, slices = _any_hadamard(specs), [layer.reshape(-1, layer.shape[-1]) for layer in into]
+        outputs = kernels.swiglu_forward_amax(*flat, deferred_alpha=alphas, hadamard=hadamard, stack_slices=slices)
+        amaxes, stacks = outputs[: len(outputs) - len(into)], outputs[len(outputs) - len(into) :]
+        run = functools.partial(kernels.swiglu_quantize_forward, *flat, deferred_alpha=alphas)
+        operands = self._run_in_rounds(run, _merge_amaxes(amaxes, specs), specs, g.shape)
+        return operands, tuple(stack.reshape(layer.stack.shape) for stack, layer in zip(stacks, into, strict=True))
 
     def _run_in_rounds(
         self, run, tops: Sequence[jax.Array], specs: Sequence[OperandSpec], shape: tuple
     ) -> list[OperandOrResidual]:
         """Launches the kernel, which writes at most one operand per axis, until all specs are done."""
-        rows = [r for r in specs if r.axis == ROW_AXIS]
-        columns = [r for r in specs if r.axis != ROW_AXIS]
-        made: dict[int, OperandOrResidual] = {}
+        rows = [spec for spec in specs if spec.axis == ROW_AXIS]
+        columns = [spec for spec in specs if spec.axis != ROW_AXIS]
+        operands: dict[int, OperandOrResidual] = {}
         for row, column in itertools.zip_longest(rows, columns):
-            sides, scales = self._kernel_operands(tops, row, column, shape)
-            wrote = run(rows=sides[0], columns=sides[1])
-            pair = [r for r in (row, column) if r is not None]
-            for r, operand in zip(pair, self._operands(wrote, pair, scales, shape), strict=True):
-                made[id(r)] = operand
-        return [made[id(r)] for r in specs]
+            kernel_operands, scales = self._kernel_operands(tops, row, column, shape)
+            outputs = run(rows=kernel_operands[0], columns=kernel_operands[1])
+            pair = [spec for spec in (row, column) if spec is not None]
+            for spec, operand in zip(pair, self._operands(outputs, pair, scales, shape), strict=True):
+                operands[id(spec)] = operand
+        return [operands[id(spec)] for spec in specs]
 
     def _kernel_operands(
         self, tops: Sequence[jax.Array], row: OperandSpec | None, column: OperandSpec | None, shape: tuple[int, ...]
     ):
         """Returns ((row, column) as kernel arguments, their scales) from the amax of a tensor and of its transform."""
-        pair = [r for r in (row, column) if r is not None]
-        own = [tops[-1 if r.policy.hadamard else 0] for r in pair]
+        pair = [spec for spec in (row, column) if spec is not None]
+        amaxes = [tops[-1 if spec.policy.hadamard else 0] for spec in pair]
         scales = tag_residual(
-            kernels.compute_tensor_scales(*own, tops=tuple(amax_target(rule_of(r.policy)) for r in pair)), SCALES_NAME
+            kernels.compute_tensor_scales(*amaxes, tops=tuple(amax_target(rule_of(spec.policy)) for spec in pair)),
+            SCALES_NAME,
         )
-        sides = (
+        operands = (
             None if row is None else self._rowwise(row, scales[0], shape),
             None if column is None else self._columnwise(column, scales[-1], shape),
         )
-        return sides, scales
+        return operands, scales
 
     def activate_backward(self, g, u, dh, dg, du, h):
-        flat, owed = _matrices(g, u, dh)
-        found = kernels.swiglu_backward_amax(*flat, deferred_alpha=owed, tensors=3, hadamard=_transformed(h))
-        tops = _merge_amaxes(found, dg)
-        each = len(tops) // 3
-        (dg_sides, dg_scales), (du_sides, du_scales), (h_sides, h_scales) = (
-            self._kernel_operands(tops[i * each : (i + 1) * each], *pair, g.shape)
+        flat, alphas = _matrices(g, u, dh)
+        partial = kernels.swiglu_backward_amax(*flat, deferred_alpha=alphas, tensors=3, hadamard=_any_hadamard(h))
+        amaxes = _merge_amaxes(partial, dg)
+        count = len(amaxes) // 3
+        (dg_args, dg_scales), (du_args, du_scales), (h_args, h_scales) = (
+            self._kernel_operands(amaxes[i * count : (i + 1) * count], *pair, g.shape)
             for i, pair in enumerate(((dg[0], dg[1]), (du[0], du[1]), (None, h[0])))
         )
-        made = kernels.swiglu_quantize_backward(*flat, deferred_alpha=owed, dg=dg_sides, du=du_sides, h=h_sides[1])
-        per = len(made) // 5  # arrays an operand
+        outputs = kernels.swiglu_quantize_backward(*flat, deferred_alpha=alphas, dg=dg_args, du=du_args, h=h_args[1])
+        per = len(outputs) // 5  # arrays per operand
         return (
-            self._operands(made[: 2 * per], dg, dg_scales, g.shape),
-            self._operands(made[2 * per : 4 * per], du, du_scales, g.shape),
-            self._operands(made[4 * per :], h, h_scales, g.shape),
+            self._operands(outputs[: 2 * per], dg, dg_scales, g.shape),
+            self._operands(outputs[2 * per : 4 * per], du, du_scales, g.shape),
+            self._operands(outputs[4 * per :], h, h_scales, g.shape),
         )
 
     def _rowwise(self, row: OperandSpec, scale: jax.Array, shape: tuple[int, ...]) -> RowwiseOperand:
@@ -277,14 +283,14 @@ class FusedQuantizePasses(GatedQuantizePasses):
 
     def quantize_weight(self, w: jax.Array | StackSlice, spec: OperandSpec, *, packed: bool = True) -> WeightOperand:
         policy = spec.policy
-        if packed and policy != WEIGHT_2D:  # no kernel packs blocks along an axis
+        if packed and policy != WEIGHT_2D:  # no kernel packs 1D blocks
             return super().quantize_weight(w, spec, packed=packed)
-        (tops,) = global_amaxes([kernels.weight_partial_amax(w)], spec.dim_axes)
-        scale = tag_residual(kernels.compute_tensor_scale(tops, top=amax_target(rule_of(policy))), SCALES_NAME)
+        (amax,) = global_amaxes([kernels.weight_partial_amax(w)], spec.dim_axes)
+        scale = tag_residual(kernels.compute_tensor_scale(amax, top=amax_target(rule_of(policy))), SCALES_NAME)
         if not packed:
             axis = None if policy.block == "2d" else spec.axis
-            made = kernels.quantize_weight_kernel(w, scale, axis=axis, **kernel_scaling(policy))
-            return BlockDequantized(made, scale[GEMM_ALPHA_INDEX], policy, scale)
+            array = kernels.quantize_weight_kernel(w, scale, axis=axis, **kernel_scaling(policy))
+            return BlockDequantized(array, scale[GEMM_ALPHA_INDEX], policy, scale)
         codes, scales = kernels.pack_weight_kernel(w, scale)
         return PackedQTensor(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, spec.axis)
 
@@ -294,16 +300,16 @@ class FusedQuantizePasses(GatedQuantizePasses):
         if packed or not isinstance(forward, BlockDequantized):
             return super().requantize_weight(w, forward, spec, packed=packed)
         if uses_hadamard128(spec.policy):
-            scale = _scale_of_runs(w, spec, _forward_operand(forward))
+            scale = _eden_scale(w, spec, _forward_operand(forward))
         else:
-            (tops,) = global_amaxes(
+            (amax,) = global_amaxes(
                 [kernels.weight_partial_amax(forward.array, deferred_alpha=_decode_scale_of(forward))], spec.dim_axes
             )
-            scale = kernels.compute_tensor_scale(tops, top=amax_target(rule_of(spec.policy)))
+            scale = kernels.compute_tensor_scale(amax, top=amax_target(rule_of(spec.policy)))
         return self.rematerialize_weight(w, WeightScalesResidual(tag_residual(scale, SCALES_NAME)), spec, forward)
 
     def load_packed_weight(self, codes: PackedQTensor, policy: OperandPolicy, *, axis: int) -> Operand:
-        """The carrier of packed codes, by the kernel where it takes them."""
+        """Returns packed codes block-dequantized, by the kernel if it supports them."""
         rows, columns = codes.packed.shape
         if (
             policy != WEIGHT_2D
@@ -316,7 +322,7 @@ class FusedQuantizePasses(GatedQuantizePasses):
         return BlockDequantized(kernels.unpack_tiled(codes.packed, scales), operand_decode_scale(codes), policy)
 
     def weight_residual(self, made: WeightOperand) -> WeightResidual:
-        """A carrier is four times as large as its codes, and its master is there anyway: the tensor's scales stay."""
+        """Returns only the scales of a block-dequantized weight: it is four times as large as its codes."""
         return (
             WeightScalesResidual(made.scale_vector)
             if isinstance(made, BlockDequantized) and made.scale_vector is not None
@@ -331,18 +337,18 @@ class FusedQuantizePasses(GatedQuantizePasses):
         forward: WeightOperand | None = None,
     ) -> WeightOperand:
         vector, policy = scales.vector, spec.policy
-        axis, how = None if policy.block == "2d" else spec.axis, kernel_scaling(policy)
+        axis, scaling = None if policy.block == "2d" else spec.axis, kernel_scaling(policy)
         if policy.source != "requantize_forward":
-            made = kernels.quantize_weight_kernel(w, vector, axis=axis, **how)
-            return BlockDequantized(made, vector[GEMM_ALPHA_INDEX], policy, vector)
+            array = kernels.quantize_weight_kernel(w, vector, axis=axis, **scaling)
+            return BlockDequantized(array, vector[GEMM_ALPHA_INDEX], policy, vector)
         assert isinstance(forward, BlockDequantized), "what is quantized again is a carrier"
         if uses_hadamard128(policy):
-            (made,) = _quantize_hadamard128(w, spec, vector, _forward_operand(forward), w.shape)
+            (array,) = _quantize_hadamard128(w, spec, vector, _forward_operand(forward), w.shape)
         else:
-            made = kernels.quantize_weight_kernel(
-                forward.array, vector, axis=axis, deferred_alpha=_decode_scale_of(forward), **how
+            array = kernels.quantize_weight_kernel(
+                forward.array, vector, axis=axis, deferred_alpha=_decode_scale_of(forward), **scaling
             )
-        return BlockDequantized(made, vector[GEMM_ALPHA_INDEX], policy, vector)
+        return BlockDequantized(array, vector[GEMM_ALPHA_INDEX], policy, vector)
 
     def operand_from_residual(self, kept: Residual, policy: OperandPolicy) -> Operand:
         assert isinstance(kept, PackedQTensor) and kept.scales is not None, "these passes keep packed columns"
@@ -363,17 +369,17 @@ def _decode_scale_of(operand: BlockDequantized) -> jax.Array:
 
 
 def _forward_operand(operand: BlockDequantized) -> ms_eden.ForwardOperand:
-    """A forward operand as the kernels of runs make it again."""
+    """Returns the scales and rounding by which MS-EDEN kernels requantize a forward operand from its tensor."""
     assert operand.scale_vector is not None, "a kernel made it, with the tensor's scales"
     return ms_eden.ForwardOperand(operand.scale_vector, **kernel_scaling(operand.policy))
 
 
-def _scale_of_runs(x: jax.Array | StackSlice, spec: OperandSpec, forward: ms_eden.ForwardOperand | None) -> jax.Array:
-    """The scales of x's runs, transformed."""
+def _eden_scale(x: jax.Array | StackSlice, spec: OperandSpec, forward: ms_eden.ForwardOperand | None) -> jax.Array:
+    """Returns the scale vector of x after its 128-point transforms."""
     check_rounding_keys(spec.policy, spec.key, spec.signs_key)
-    found = ms_eden.eden_partial_amax(x, _signs(spec), axis=spec.axis, forward=forward)
+    amax = ms_eden.eden_partial_amax(x, _signs(spec), axis=spec.axis, forward=forward)
     return tag_residual(
-        kernels.compute_tensor_scale(*_merge_amaxes([found], [spec]), top=amax_target(rule_of(spec.policy))),
+        kernels.compute_tensor_scale(*_merge_amaxes([amax], [spec]), top=amax_target(rule_of(spec.policy))),
         SCALES_NAME,
     )
 
@@ -385,11 +391,11 @@ def _quantize_hadamard128(
     forward: ms_eden.ForwardOperand | None,
     shape: tuple[int, ...],
 ) -> tuple[jax.Array, ...]:
-    """What a kernel makes of x's runs."""
+    """Returns the MS-EDEN kernel's outputs for x: block-dequantized values, or codes and block scales."""
     key, window, rule = key_words_arg(spec.key), _window(spec, shape), rule_of(spec.policy)
     assert key is not None, "scales are rounded by chance"
-    drawn = ms_eden.EdenQuantization(scale, key, rule, window)
-    return ms_eden.eden_quantize(x, _signs(spec), drawn, axis=spec.axis, forward=forward, packed=spec.as_residual)
+    eden = ms_eden.EdenQuantization(scale, key, rule, window)
+    return ms_eden.eden_quantize(x, _signs(spec), eden, axis=spec.axis, forward=forward, packed=spec.as_residual)
 
 
 def _signs(spec: OperandSpec) -> jax.Array:
@@ -398,7 +404,7 @@ def _signs(spec: OperandSpec) -> jax.Array:
 
 
 def _matrices(*tensors: ArrayOrDeferred) -> tuple[list[jax.Array], jax.Array | None]:
-    """([tokens, features] of each, the factors that are owed to them; None where nothing is)."""
+    """Returns (the tensors as [tokens, features], their deferred alphas stacked; None if no alpha is deferred)."""
     arrays = [t.array if isinstance(t, DeferredAlpha) else t for t in tensors]
     flat = [a.reshape(-1, a.shape[-1]) for a in arrays]  # [tokens..., features] -> [tokens, features]
     if not any(isinstance(t, DeferredAlpha) for t in tensors):
@@ -407,19 +413,19 @@ def _matrices(*tensors: ArrayOrDeferred) -> tuple[list[jax.Array], jax.Array | N
 
 
 def _direct_specs(specs: Sequence[OperandSpec]) -> list[OperandSpec]:
-    """What is to be made of the tensor itself: operands, and those of which others are made."""
-    direct = [r for r in specs if r.forward_spec is None]
-    for forward in (r.forward_spec for r in specs if r.forward_spec is not None):
-        direct += [] if any(forward.is_same_operand(r) for r in direct) else [forward]
+    """Returns the specs to quantize from the tensor itself: direct ones and forward operands of the others."""
+    direct = [spec for spec in specs if spec.forward_spec is None]
+    for forward in (spec.forward_spec for spec in specs if spec.forward_spec is not None):
+        direct += [] if any(forward.is_same_operand(spec) for spec in direct) else [forward]
     return direct
 
 
-def _transformed(specs: Sequence[OperandSpec]) -> bool:
-    return any(r.policy.hadamard for r in specs)
+def _any_hadamard(specs: Sequence[OperandSpec]) -> bool:
+    return any(spec.policy.hadamard for spec in specs)
 
 
 def _window(spec: OperandSpec, shape: tuple[int, ...]) -> GlobalWindow | None:
-    """Where the tensor lies in the whole one, for random bits; None if it is whole, or none are drawn."""
+    """Returns the shard's offset in the global tensor, for random bits; None if it is unsharded or draws none."""
     if spec.key is None or not axes_in(spec.dim_axes):
         return None
     return GlobalWindow.from_offset(shape, shard_offsets(shape, spec.dim_axes), global_shape(shape, spec.dim_axes))

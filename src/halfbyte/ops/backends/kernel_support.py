@@ -19,9 +19,7 @@ KERNEL_FORMATS = (
     formats.NVFP4_46_MAE,
     formats.NVFP4_46_SR,
 )  # E2M1 in blocks of 16 under E4M3 scales, one float32 scale per tensor
-WEIGHT_2D = OperandPolicy(
-    formats.NVFP4, block="2d"
-)  # 2D blocks: one block-dequantized operand, or its packed codes, for fprop and dgrad
+WEIGHT_2D = OperandPolicy(formats.NVFP4, block="2d")  # one operand, or its packed codes, for fprop and dgrad
 QUARTET = OperandPolicy(formats.NVFP4_QUARTET, rounding="away")
 EDEN = OperandPolicy(formats.NVFP4_EDEN, rounding="away", hadamard=True, hadamard_size=ms_eden.POINTS, signs="fresh")
 EDEN_REQUANTIZED = dataclasses.replace(EDEN, source="requantize_forward")
@@ -80,7 +78,7 @@ def separate_pass_reason(recipes: Sequence[Recipe]) -> str | None:
 
 
 def nvfp4_format_mismatch(recipe: Recipe) -> str | None:
-    """Returns None for x and dy in NVFP4 with a transform for wgrad only, or for Quartet II's operands; else a reason."""
+    """Returns why x and dy are unsupported; None for NVFP4 with a transform for wgrad only, and for Quartet II."""
     for requantized, forward in FORWARD_ROLE_OF.items():
         policy, source = getattr(recipe, requantized), getattr(recipe, forward)
         if (

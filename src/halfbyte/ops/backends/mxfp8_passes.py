@@ -1,9 +1,9 @@
-"""The passes of `native` for MXFP8: one read of a tensor writes every operand of it as cuDNN reads them.
+"""The passes of `native` for MXFP8: one read of a tensor writes all its operands in cuDNN's layout.
 
-A block's scale needs nothing but its block, so there is no pass for maxima and no factor to apply to a GEMM's sums. One
-thing is left of a tensor's amax: a NaN or an infinity anywhere makes the whole result NaN. The kernels give a block
-with an infinity the E8M0 code 254 and one with a NaN 255, which no finite block has (the largest number has 247), so
-that the largest scale tells; the factor is 1 or NaN.
+A block scale depends only on its block, so there is no amax pass, and alpha is 1. As with other formats a NaN or an
+infinity anywhere makes the whole result NaN: the kernels write the E8M0 code 254 for a block with an infinity and 255
+for one with a NaN. No finite block has these (the largest finite value gives 247), so the max of the scales detects
+them, and the decode scale is 1 or NaN.
 """
 
 import dataclasses
@@ -34,27 +34,27 @@ from halfbyte.ops.quantize_passes import (
 )
 from halfbyte.recipes import WEIGHT_ROLES, OperandPolicy, Recipe
 
-MX_ELEMENT_NAMES = {MXFP8.element: "e4m3", MXFP8_E5M2.element: "e5m2"}  # as the kernels name them
-E8M0_NON_FINITE = 254  # the least scale of a block that is not finite
+MX_ELEMENT_NAMES = {MXFP8.element: "e4m3", MXFP8_E5M2.element: "e5m2"}  # the kernels' names
+E8M0_NON_FINITE = 254  # the smallest scale code of a non-finite block
 KernelFn = Callable[..., tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp8QuantizePasses(GatedQuantizePasses):
-    """The MXFP8 kernels."""
+    """The quantize passes of MXFP8 as kernels."""
 
     name = "native"
     single_operand_weight = False
 
     def format_mismatch(self, recipe: Recipe) -> str | None:
-        """Needs x and dy in MXFP8 under Transformer Engine's rule for scales."""
+        """Returns why the recipe is unsupported; None for x and dy in MXFP8 with TE's scale rule."""
         for role, policy in recipe.operands().items():
             if role not in WEIGHT_ROLES and not _is_kernel_operand(policy):
                 return f"{role} is {policy}; its kernels make MXFP8 blocks of {MX_BLOCK}, scales rounded up"
         return None
 
     def unsupported(self, problem: LinearProblem) -> str | None:
-        """Needs what our own call needs, bfloat16 tensors, and whole blocks of tokens."""
+        """Returns why the FFI call or the kernels do not support the problem, or None."""
         reason = self.format_mismatch(problem.recipe) or cudnn_call_refusal(problem) or problem.no_pallas_reason()
         return reason or kernels_unsupported(problem.tokens, problem.inputs, capability=problem.device.capability)
 
@@ -81,47 +81,50 @@ class Mxfp8QuantizePasses(GatedQuantizePasses):
     def _make(
         self, kernel: KernelFn, arrays: Sequence[jax.Array], wanted: Sequence[Sequence[OperandSpec]]
     ) -> list[list[OperandOrResidual]]:
-        """What is wanted of each tensor that the kernel makes of `arrays`."""
+        """Returns the operands `wanted` of each tensor that the kernel quantizes from `arrays`."""
         shape = arrays[0].shape
         flat = [a.reshape(-1, shape[-1]) for a in arrays]  # [tokens..., features] -> [tokens, features]
-        asked = [(r, _kernel_operand_specs(r, tensor)) for tensor, specs in enumerate(wanted) for r in specs]
-        made = kernel(*flat, operands=tuple(operand for _, operand in asked))
-        written = iter(zip(made[::2], made[1::2], strict=True))
-        pairs = [[next(written) for _ in specs] for specs in wanted]
-        factors = _factors([of_tensor[0][1] for of_tensor in pairs], wanted[0][0].dim_axes)
+        kernel_specs = [
+            (spec, _kernel_operand_specs(spec, tensor)) for tensor, specs in enumerate(wanted) for spec in specs
+        ]
+        outputs = kernel(*flat, operands=tuple(operand for _, operand in kernel_specs))
+        operand_arrays = iter(zip(outputs[::2], outputs[1::2], strict=True))
+        pairs = [[next(operand_arrays) for _ in specs] for specs in wanted]
+        decode_scales = _decode_scales([arrays_of[0][1] for arrays_of in pairs], wanted[0][0].dim_axes)
         return [
-            [_operand(*pair, factor, r, shape) for pair, r in zip(of_tensor, specs, strict=True)]
-            for of_tensor, factor, specs in zip(pairs, factors, wanted, strict=True)
+            [_operand(*pair, decode_scale, spec, shape) for pair, spec in zip(arrays_of, specs, strict=True)]
+            for arrays_of, decode_scale, specs in zip(pairs, decode_scales, wanted, strict=True)
         ]
 
     def quantize_weight(self, w: jax.Array | StackSlice, spec: OperandSpec, *, packed: bool = True) -> WeightOperand:
-        """Packed codes, blocked along an axis. One read makes those of fprop and of dgrad: asked for either, both are
-        made, and XLA finds that the two calls are one.
+        """Returns packed codes, blocked along `spec.axis`.
+
+        One kernel call writes the codes of fprop and of dgrad, whichever is requested; XLA merges the two equal calls.
         """
         policy = spec.policy
-        both = tuple(MxOperandSpec(along, element=_element(policy)) for along in (True, False))
-        made = kernels.mxfp8_quantize.quantize_mxfp8(materialize_slice(w), operands=both)
-        codes, scales = [a.T for a in made[:2]] if spec.axis == -2 else made[2:]
-        (factor,) = _factors([made[1]], spec.dim_axes)  # what is left of its amax
-        return PackedQTensor(codes, scales, factor, jnp.float32(1), policy.format, policy.block, spec.axis)
+        operands = tuple(MxOperandSpec(columnwise, element=_element(policy)) for columnwise in (True, False))
+        outputs = kernels.mxfp8_quantize.quantize_mxfp8(materialize_slice(w), operands=operands)
+        codes, scales = [a.T for a in outputs[:2]] if spec.axis == -2 else outputs[2:]
+        (amax,) = _decode_scales([outputs[1]], spec.dim_axes)  # 1 or NaN, instead of an amax
+        return PackedQTensor(codes, scales, amax, jnp.float32(1), policy.format, policy.block, spec.axis)
 
     def all_gather_weight(
         self, codes: PackedQTensor, policy: OperandPolicy, *, axis: int, shards: LinearSharding
     ) -> Operand:
-        """With the contraction last, as the kernel wrote it, whether it travels or not."""
+        """Returns the K-major operand in the kernel's order, all-gathered if the storage is sharded."""
         assert codes.scales is not None
-        turn = axis == -2
-        cut = shards.weight_storage_axes[::-1] if turn else shards.weight_storage_axes
-        ordered, scales = (all_gather_dims(a.T if turn else a, cut) for a in (codes.packed, codes.scales))
-        shape = ordered.shape[::-1] if turn else ordered.shape
-        return BlockScaledOperand(ordered, swizzle_scales(scales), operand_decode_scale(codes), policy, shape, axis)
+        transpose = axis == -2
+        dim_axes = shards.weight_storage_axes[::-1] if transpose else shards.weight_storage_axes
+        k_major, scales = (all_gather_dims(a.T if transpose else a, dim_axes) for a in (codes.packed, codes.scales))
+        shape = k_major.shape[::-1] if transpose else k_major.shape
+        return BlockScaledOperand(k_major, swizzle_scales(scales), operand_decode_scale(codes), policy, shape, axis)
 
 
 def _is_kernel_operand(policy: OperandPolicy) -> bool:
-    """Whether the kernels make such operands."""
+    """Returns True if the kernels support this policy."""
     fmt = policy.format
-    ours = fmt.element in MX_ELEMENT_NAMES and (fmt.block, fmt.scale) == (MXFP8.block, MXFP8.scale)
-    return ours and policy == OperandPolicy(fmt, source=policy.source) and policy.source != "requantize_forward"
+    is_mxfp8 = fmt.element in MX_ELEMENT_NAMES and (fmt.block, fmt.scale) == (MXFP8.block, MXFP8.scale)
+    return is_mxfp8 and policy == OperandPolicy(fmt, source=policy.source) and policy.source != "requantize_forward"
 
 
 def _element(policy: OperandPolicy) -> str:
@@ -129,21 +132,21 @@ def _element(policy: OperandPolicy) -> str:
 
 
 def _kernel_operand_specs(spec: OperandSpec, tensor: int) -> MxOperandSpec:
-    """What the kernel is asked for."""
+    """Returns the kernel's spec of an operand of the tensor with index `tensor`."""
     return MxOperandSpec(spec.axis != ROW_AXIS, ScaleLayout.TILED, _element(spec.policy), tensor)
 
 
 def _operand(
     codes: jax.Array, scales: jax.Array, factor: jax.Array, spec: OperandSpec, shape: tuple[int, ...]
 ) -> OperandOrResidual:
-    made = BlockScaledOperand(codes, scales, factor, spec.policy, shape, spec.axis)
-    return tag_residual(made) if spec.as_residual else made
+    operand = BlockScaledOperand(codes, scales, factor, spec.policy, shape, spec.axis)
+    return tag_residual(operand) if spec.as_residual else operand
 
 
-def _factors(scales: Sequence[jax.Array], cut: DimAxes) -> list[jax.Array]:
-    """1 for each tensor, of which these are scales; NaN where the whole one is not finite."""
-    tops = global_amax([jnp.max(each).astype(jnp.int32) for each in scales], cut)
-    return [jnp.where(top < E8M0_NON_FINITE, jnp.float32(1), jnp.float32(jnp.nan)) for top in tops]
+def _decode_scales(scales: Sequence[jax.Array], cut: DimAxes) -> list[jax.Array]:
+    """Returns 1 per tensor of these block scales, NaN if its global tensor is not finite; float32."""
+    max_codes = global_amax([jnp.max(codes).astype(jnp.int32) for codes in scales], cut)
+    return [jnp.where(max_code < E8M0_NON_FINITE, jnp.float32(1), jnp.float32(jnp.nan)) for max_code in max_codes]
 
 
 MXFP8_PASSES = Mxfp8QuantizePasses()

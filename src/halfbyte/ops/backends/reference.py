@@ -13,7 +13,7 @@ from halfbyte.ops.operand import Operand
 
 
 def reference_gemm(gemm: GemmKind, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
-    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
+    """Returns exact products summed in float32, times alpha, rounded once to `dtype`."""
     a, b = (o.values().astype(jnp.float32) for o in (left, right))
     sums = dot_f32(a, b, gemm.contracting_axes(a.ndim), precision=lax.Precision.HIGHEST)
     return apply_epilogue(sums, gemm_alpha(left, right), dtype)
