@@ -71,7 +71,7 @@ def shared_gated_passes(
 ) -> GatedQuantizePasses | None:
     """Returns the passes of the linears if all are equal and fuse the activation under these recipes, else None."""
     first = passes[0]
-    several = any(each != first for each in passes) or any(recipe.remainder for recipe in recipes)
+    several = any(other != first for other in passes) or any(recipe.remainder for recipe in recipes)
     if not isinstance(first, GatedQuantizePasses) or several:
         return None
     return first if first.unsupported_activation_fusion(activation, recipes) is None else None
