@@ -124,20 +124,18 @@ def compare_native_grouped_gemms(
     and if the program does not run.
     """
     (inputs, outputs), min_rows = sides, MAX_TEST_TILES * OUTPUT_TILE_SIZE * OUTPUT_TILE_SIZE // min(sides) + 1
-    sizes = np.asarray((max(EXPERT_COUNTS[0], min_rows), *EXPERT_COUNTS[1:]) if counts is None else counts, np.int32)
+    load = np.asarray((max(EXPERT_COUNTS[0], min_rows), *EXPERT_COUNTS[1:]) if counts is None else counts, np.int32)
     keys = jax.random.split(jax.random.key(8), 4)
-    rows = int(sizes.sum()) + 3  # the last three have no expert
-    row_scales = np.repeat(np.float32(10.0) ** (np.arange(len(sizes) + 1, dtype=np.float32) % 5), np.append(sizes, 3))[
-        :, None
-    ]
-    x = (row_scales * jax.random.normal(keys[0], (rows, inputs))).astype(jnp.bfloat16)
-    w = jax.random.normal(keys[1], (len(sizes), inputs, outputs), jnp.float32)
-    dy = (jax.random.normal(keys[2], (rows, outputs)) / row_scales).astype(jnp.bfloat16)
+    rows = int(load.sum()) + 3  # the last three have no expert
+    scale = np.repeat(np.float32(10.0) ** (np.arange(len(load) + 1, dtype=np.float32) % 5), np.append(load, 3))[:, None]
+    x = (scale * jax.random.normal(keys[0], (rows, inputs))).astype(jnp.bfloat16)
+    w = jax.random.normal(keys[1], (len(load), inputs, outputs), jnp.float32)
+    dy = (jax.random.normal(keys[2], (rows, outputs)) / scale).astype(jnp.bfloat16)
 
     def directions(backend: str, *groups: jax.Array) -> dict[str, jax.Array]:
         def run(x: jax.Array, w: jax.Array, dy: jax.Array, *groups: jax.Array) -> dict[str, jax.Array]:
             def linear(x: jax.Array, w: jax.Array) -> jax.Array:
-                return grouped_qdot(x, w, *(groups or (sizes,)), recipe=recipe, key=keys[3], backend=backend)
+                return grouped_qdot(x, w, *(groups or (load,)), recipe=recipe, key=keys[3], backend=backend)
 
             y, pull = jax.vjp(linear, x, w)
             dx, dw = pull(dy)
@@ -147,7 +145,7 @@ def compare_native_grouped_gemms(
 
     what = f"native GEMMs of experts under {recipe.name}{f' at {site}' if site else ''} (matrices of {sides})"
     try:
-        results = jax.block_until_ready(directions(candidate, jnp.asarray(sizes)))
+        results = jax.block_until_ready(directions(candidate, jnp.asarray(load)))
     except jax.errors.JaxRuntimeError as error:
         raise SelfTestFailed(
             f"self-test of {what} did not run ({' '.join(str(error).split())[:300]}); train with --precision.backend "
