@@ -44,7 +44,7 @@ QueryHalves = tuple[jax.Array, jax.Array]
 
 
 QKVArrays = tuple[jax.Array, jax.Array, jax.Array]
-"""Arrays of the wide block, the pairs and the diagonal chunks; the last two are stacked along the batch."""
+"""Arrays of the wide block, the pairs and the diagonal chunks. The last two are stacked along the batch."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -80,43 +80,43 @@ def zigzag_attention(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, axes: tuple[str, ...], implementation: str
 ) -> tuple[jax.Array, Any]:
-    share = ContextParallelShard(axes)
-    halves = share.exchange_halves(q)
+    shard = ContextParallelShard(axes)
+    halves = shard.exchange_halves(q)
     keys, values, visible = (
-        share.keys(share.gather_key_chunks(k)),
-        share.keys(share.gather_key_chunks(v)),
-        share.visible(segments),
+        shard.keys(shard.gather_key_chunks(k)),
+        shard.keys(shard.gather_key_chunks(v)),
+        shard.visible(segments),
     )
     forward = BLOCKS[implementation].forward
     parts = [
         forward(*arrays, causal=causal)
-        for *arrays, causal in zip(share.queries(halves), keys, values, visible, CAUSAL, strict=True)
+        for *arrays, causal in zip(shard.queries(halves), keys, values, visible, CAUSAL, strict=True)
     ]
-    lower, upper = (_named(merge_partial_softmax(found)) for found in share.by_half(*parts))
+    lower, upper = (_named(merge_partial_softmax(half)) for half in shard.by_half(*parts))
     contexts = lower[0].astype(q.dtype), upper[0].astype(q.dtype)
-    return share.restore_halves(contexts), (halves, k, v, segments, contexts, (lower[1], upper[1]))
+    return shard.restore_halves(contexts), (halves, k, v, segments, contexts, (lower[1], upper[1]))
 
 
 def _backward(axes: tuple[str, ...], implementation: str, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
     halves, k, v, segments, contexts, statistics = kept
-    share = ContextParallelShard(axes)
+    shard = ContextParallelShard(axes)
     keys, values, visible = (
-        share.keys(share.gather_key_chunks(k)),
-        share.keys(share.gather_key_chunks(v)),
-        share.visible(segments),
+        shard.keys(shard.gather_key_chunks(k)),
+        shard.keys(shard.gather_key_chunks(v)),
+        shard.visible(segments),
     )
-    parts = zip(share.queries(contexts), share.queries(statistics), strict=True)
-    of_queries = (parts, share.queries(share.exchange_halves(gradient)))
+    parts = zip(shard.queries(contexts), shard.queries(statistics), strict=True)
+    of_queries = (parts, shard.queries(shard.exchange_halves(gradient)))
     backward = BLOCKS[implementation].backward
-    found = [
+    gradients = [
         backward(*arrays, causal=causal)
-        for *arrays, causal in zip(share.queries(halves), keys, values, visible, *of_queries, CAUSAL, strict=True)
+        for *arrays, causal in zip(shard.queries(halves), keys, values, visible, *of_queries, CAUSAL, strict=True)
     ]
-    dq, dk, dv = zip(*found, strict=True)
+    dq, dk, dv = zip(*gradients, strict=True)
     return (
-        share.restore_halves(share.sum_queries(*dq)).astype(halves[0].dtype),
-        share.sum_keys(*dk).astype(k.dtype),
-        share.sum_keys(*dv).astype(v.dtype),
+        shard.restore_halves(shard.sum_queries(*dq)).astype(halves[0].dtype),
+        shard.sum_keys(*dk).astype(k.dtype),
+        shard.sum_keys(*dv).astype(v.dtype),
         None,
     )
 
@@ -179,25 +179,25 @@ class ContextParallelShard:
         """Returns for each block which keys are in the query's document; None for all of them."""
         if segments is None:
             return (None, None, None)
-        known = self.gather_key_chunks(segments)
-        lower, upper = (jnp.take(known, at, axis=1, mode="clip") for at in (self.lower, self.upper))
-        both = zip(self.queries((lower, upper)), self.keys(known), strict=True)
-        return tuple(queries[:, :, None] == keys[:, None, :] for queries, keys in both)
+        chunks = self.gather_key_chunks(segments)
+        lower, upper = (jnp.take(chunks, index, axis=1, mode="clip") for index in (self.lower, self.upper))
+        blocks = zip(self.queries((lower, upper)), self.keys(chunks), strict=True)
+        return tuple(queries[:, :, None] == keys[:, None, :] for queries, keys in blocks)
 
     def by_half(
         self, wide: AttentionPart, pairs: AttentionPart, own: AttentionPart
     ) -> tuple[list[AttentionPart], list[AttentionPart]]:
         """Returns the parts of the lower and of the upper half. Every pair is in both, once with statistics -inf."""
         contexts, statistics = (_stacked(x, self.n - 1) for x in pairs)
-        mine = [_stacked(x, 2) for x in own]
-        kept = self._by_pair(statistics[:, 0])
+        diagonal = [_stacked(x, 2) for x in own]
+        in_lower = self._by_pair(statistics[:, 0])
 
         def parts(only: jax.Array) -> list[AttentionPart]:
-            weighed = jnp.where(only, statistics, -jnp.inf)
-            return [(contexts[:, at], weighed[:, at]) for at in range(self.n - 1)]
+            masked = jnp.where(only, statistics, -jnp.inf)
+            return [(contexts[:, pair], masked[:, pair]) for pair in range(self.n - 1)]
 
-        lower, upper = ((mine[0][:, half], mine[1][:, half]) for half in (0, 1))
-        return [lower, *parts(kept)], [upper, wide, *parts(~kept)]
+        lower, upper = ((diagonal[0][:, half], diagonal[1][:, half]) for half in (0, 1))
+        return [lower, *parts(in_lower)], [upper, wide, *parts(~in_lower)]
 
     def sum_queries(self, wide: jax.Array, pairs: jax.Array, own: jax.Array) -> QueryHalves:
         """Sums the query gradients of the blocks into those of both halves, in float32."""
@@ -210,14 +210,16 @@ class ContextParallelShard:
         """Reduce-scatters the key gradients of the blocks: float32, this device's shard, summed over all devices."""
         pairs, own = _summands(pairs, self.n - 1), _summands(own, 2)
         chunk = jnp.arange(2 * self.n, dtype=jnp.int32)
-        left = chunk < self.n
-        paired = jnp.where(left, chunk < self.lower, chunk < self.upper)
-        pair = jnp.where(left, chunk, chunk - self.n + self.lower)
+        in_first_half = chunk < self.n
+        paired = jnp.where(in_first_half, chunk < self.lower, chunk < self.upper)
+        pair = jnp.where(in_first_half, chunk, chunk - self.n + self.lower)
         dims = (0, *range(2, own.ndim))  # flags of chunks [2n] -> [1, 2n, 1, ...]
-        paired, first, second = (jnp.expand_dims(at, dims) for at in (paired, chunk == self.lower, chunk == self.upper))
+        paired, is_lower, is_upper = (
+            jnp.expand_dims(flag, dims) for flag in (paired, chunk == self.lower, chunk == self.upper)
+        )
         total = jnp.where(paired, jnp.take(pairs, pair, axis=1, mode="clip"), 0.0)
-        total += jnp.where(first, own[:, :1], 0.0) + jnp.where(second, own[:, 1:], 0.0)
-        # [batch, n * seq / 2n, ...] -> [batch, 2n, seq / 2n, ...], nothing for the right half of the chunks
+        total += jnp.where(is_lower, own[:, :1], 0.0) + jnp.where(is_upper, own[:, 1:], 0.0)
+        # [batch, n * seq / 2n, ...] -> [batch, 2n, seq / 2n, ...], 0 for the second half of the chunks
         total = total.at[:, : self.n].add(wide.astype(jnp.float32).reshape(total[:, : self.n].shape))
         whole = total.reshape(total.shape[0], -1, *total.shape[3:])
         return lax.psum_scatter(whole, self.axes, scatter_dimension=1, tiled=True)
@@ -281,8 +283,8 @@ def attention_scores(q: jax.Array, k: jax.Array, visible: jax.Array | None) -> j
 
 
 def _xla_forward(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | None, *, causal: bool) -> AttentionPart:
-    parts = [_xla_rows(rows, seen, k, v) for (rows,), seen in _query_blocks((q,), visible, k.shape[1], causal=causal)]
-    return jnp.concatenate([out for out, _ in parts], axis=1), jnp.concatenate([each for _, each in parts], axis=1)
+    parts = [_xla_rows(rows, mask, k, v) for (rows,), mask in _query_blocks((q,), visible, k.shape[1], causal=causal)]
+    return jnp.concatenate([out for out, _ in parts], axis=1), jnp.concatenate([stats for _, stats in parts], axis=1)
 
 
 def _xla_rows(q: jax.Array, visible: jax.Array | None, k: jax.Array, v: jax.Array) -> AttentionPart:
@@ -306,7 +308,7 @@ def _xla_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     of_queries = (q, *part, dy)
     rows = _query_blocks(of_queries, visible, k.shape[1], causal=causal)
-    dq, dk, dv = zip(*(_xla_gradient(*arrays, visible=seen, k=k, v=v) for arrays, seen in rows), strict=True)
+    dq, dk, dv = zip(*(_xla_gradient(*arrays, visible=mask, k=k, v=v) for arrays, mask in rows), strict=True)
     return jnp.concatenate(dq, axis=1), functools.reduce(jnp.add, dk), functools.reduce(jnp.add, dv)
 
 
@@ -345,8 +347,8 @@ def _query_blocks(
         lower = lax.broadcasted_iota(jnp.int32, (1, queries, keys), 1)
         lower = lower >= lax.broadcasted_iota(jnp.int32, (1, queries, keys), 2)
         visible = lower if visible is None else visible & lower
-    cuts = [slice(start, start + QUERY_BLOCK) for start in range(0, queries, QUERY_BLOCK)]
-    return [([x[:, cut] for x in arrays], None if visible is None else visible[:, cut]) for cut in cuts]
+    blocks = [slice(start, start + QUERY_BLOCK) for start in range(0, queries, QUERY_BLOCK)]
+    return [([x[:, block] for x in arrays], None if visible is None else visible[:, block]) for block in blocks]
 
 
 def _cudnn_forward(
@@ -378,13 +380,13 @@ def _cudnn_backward(
     unused = jnp.zeros(0, q.dtype)
     masked = visible is not None
     bias = fused.combine_bias_and_mask(None, visible[:, None], q.dtype) if visible is not None else unused
-    kept = (q, k, v, bias, *(unused,) * 6, statistics.swapaxes(1, 2), context)
-    found = fused._dot_product_attention_bwd_rule(
+    residuals = (q, k, v, bias, *(unused,) * 6, statistics.swapaxes(1, 2), context)
+    gradients = fused._dot_product_attention_bwd_rule(
         q.shape[-1] ** -0.5, 42, 0.0, (masked, masked),
         fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK,
-        fused.AttentionLayout.BTNH.value, None, fused.check_cudnn_version(), False, kept, dy,
+        fused.AttentionLayout.BTNH.value, None, fused.check_cudnn_version(), False, residuals, dy,
     )  # fmt: skip
-    dq, dk, dv = found[:3]
+    dq, dk, dv = gradients[:3]
     return dq, dk, dv
 
 

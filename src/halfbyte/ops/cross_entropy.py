@@ -1,18 +1,18 @@
 """Cross-entropy of a language model without its logits.
 
-A batch of 8 x 8192 tokens against a vocabulary of 128k has 34 GB of float32 logits. Here the tokens are taken in
-chunks: one chunk's logits are made, reduced and dropped. When a gradient is wanted, the same visit also makes it,
-because for a loss that is a *sum* over tokens
+A batch of 8 x 8192 tokens against a vocabulary of 128k has 34 GB of float32 logits. This module takes the tokens in
+chunks: it computes the logits of one chunk, reduces them and frees them. Under differentiation the same step also
+computes the gradients, because for a loss that is a *sum* over tokens
 
     L = sum over t of (lse_t - logit_t[target]) + z lse_t^2
     dlogits_t = softmax_t (1 + 2 z lse_t) - onehot_t,   dx = dlogits W^T,   dW = x^T dlogits
 
-need nothing from later: the backward pass only multiplies by the cotangent of L. The head's GEMM therefore runs once
-forward and twice backward, as in a model that keeps its logits. Logits are float32 from a GEMM of the hidden states'
-dtype; dlogits are rounded to that dtype (they lie in -1..1).
+depend on no later value: the backward pass only multiplies by the cotangent of L. The head therefore has one GEMM
+forward and two backward, as in a model that saves its logits. Logits are the float32 result of a GEMM in the dtype of
+the hidden states; dlogits are rounded to that dtype (for z = 0 they are within -1..1).
 
-On a mesh the loop runs inside `shard_map`: tokens split over data, fsdp and context, the vocabulary over tensor. dW
-is summed over devices once.
+On a mesh the loop runs inside `shard_map`: tokens are sharded over data, fsdp and context, the vocabulary over tensor.
+dW is reduced over devices once.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from halfbyte.distributed import (
 )
 from halfbyte.ops.linear_sharding import reduce_scatter_gradient
 
-LOGITS_CHUNK_BYTES = 2**30  # float32 logits of one chunk, at most, when the chunk size is not given
+LOGITS_CHUNK_BYTES = 2**30  # limit of one chunk's float32 logits if `chunk` is None
 
 
 class LossSharding(NamedTuple):
-    """Over which devices the loss is computed; the head's gradient travels between them in `reduce_dtype`."""
+    """Devices that compute the loss. The head's gradient is reduced over them in `reduce_dtype`."""
 
     mesh: Mesh | None = None
     rules: LogicalAxisRules = DEFAULT_RULES
@@ -50,7 +50,7 @@ UNSHARDED_LOSS = LossSharding()
 
 
 class _Setup(NamedTuple):
-    """What is static: hashable, so that it can ride through `custom_vjp`."""
+    """Static configuration: hashable, as a non-differentiated argument of `custom_vjp` must be."""
 
     z_loss: float
     chunk: int | None
@@ -73,12 +73,11 @@ def cross_entropy(
     cap: float | None = None,
     spread: LossSharding = UNSHARDED_LOSS,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(sum over scored tokens of nll + z_loss * lse^2, aux), float32. `hidden` [B, S, D], `head` [D, V], `targets`
-    [B, S], -1 not scored.
+    """Returns (sum over scored tokens of nll + z_loss * lse^2, aux), float32.
 
-    aux: `nll_sum`, `z_sum` (the z term's part of the sum) and `tokens` (how many were scored, float32); no gradient
-    flows through it. `chunk` is the number of a device's tokens whose logits exist at one time; `cap` bounds logits
-    (`softcap_logits`).
+    `hidden`: [B, S, D]. `head`: [D, V]. `targets`: int [B, S], -1 for a token that is not scored. aux: `nll_sum`,
+    `z_sum` (the sum of the z terms) and `tokens` (the number of scored tokens, float32), all without a gradient.
+    `chunk` is the number of a device's tokens whose logits exist at one time; `cap` bounds logits (`softcap_logits`).
     """
     _check(hidden, head, targets, spread)
     setup = _Setup(float(z_loss), chunk, cap, spread)
@@ -96,16 +95,14 @@ def per_token_nll(
     cap: float | None = None,
     spread: LossSharding = UNSHARDED_LOSS,
 ) -> jax.Array:
-    """The negative log-likelihood of each target, float32 [B, S], 0 where the target is -1. For scoring: it has no
-    gradient.
-    """
+    """Returns the negative log-likelihood of each target, float32 [B, S], without a gradient; 0 for target -1."""
     _check(hidden, head, targets, spread)
     per_token, _ = _sharded(hidden, head, targets, _Setup(0.0, chunk, cap, spread), with_grads=False)
     return lax.stop_gradient(per_token.nll)
 
 
 def softcap_logits(logits: jax.Array, cap: float | None) -> jax.Array:
-    """cap tanh(logits / cap): almost the same where they are small, never beyond `cap`. None: as they are."""
+    """Returns cap tanh(logits / cap), within -cap..cap and nearly equal to small logits; unchanged if `cap` is None."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
@@ -150,8 +147,9 @@ _chunked_cross_entropy.defvjp(_summed_fwd, _summed_bwd)
 def _sharded(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, setup: _Setup, *, with_grads: bool
 ) -> tuple[_PerToken, Any]:
-    """The chunk loop, on one device or inside `shard_map`: (per token, (dhidden, dhead) or None), for a cotangent of
-    1.
+    """Runs the chunk loop, on one device or inside `shard_map`.
+
+    Returns (nll and lse per token, (dhidden, dhead) for a cotangent of 1, or None without `with_grads`).
     """
     mesh, rules, _ = setup.spread
     head = head.astype(hidden.dtype)
@@ -160,13 +158,13 @@ def _sharded(
     tokens = rules.spec(("batch", "seq"), mesh)
     stored = rules.spec(("embed", "vocab"), mesh)
     gathered = rules.spec((None, "vocab"), mesh)
-    head = with_logical_constraint(head, ("embed", "vocab"), mesh, rules)  # the cast happens before the gather
+    head = with_logical_constraint(head, ("embed", "vocab"), mesh, rules)  # cast before the all-gather
     local = functools.partial(_local, setup=setup, with_grads=with_grads)
     out_specs = tokens, (tokens, stored) if with_grads else None
-    made: tuple[_PerToken, Any] = shard_map_over(local, mesh, (tokens, gathered, tokens), out_specs)(
+    outputs: tuple[_PerToken, Any] = shard_map_over(local, mesh, (tokens, gathered, tokens), out_specs)(
         hidden, head, targets
     )
-    return made
+    return outputs
 
 
 def _local(
@@ -181,12 +179,12 @@ def _local(
     x = jnp.pad(hidden.reshape(tokens, width), ((0, padding), (0, 0))).reshape(count, chunk, width)
     t = jnp.pad(targets.reshape(tokens), (0, padding), constant_values=-1).reshape(count, chunk)
 
-    visit = functools.partial(_chunk_step, head=head, setup=setup, with_grads=with_grads)
+    step = functools.partial(_chunk_step, head=head, setup=setup, with_grads=with_grads)
     if count == 1:
-        dhead, (per_token, dx) = visit(None, (x[0], t[0]))
+        dhead, (per_token, dx) = step(None, (x[0], t[0]))
     else:
         start = jnp.zeros(head.shape, jnp.float32) if with_grads else None
-        dhead, (per_token, dx) = lax.scan(visit, start, (x, t))
+        dhead, (per_token, dx) = lax.scan(step, start, (x, t))
 
     per_token = _PerToken(*(part.reshape(-1)[:tokens].reshape(batch, seq) for part in per_token))
     if not with_grads:
@@ -197,17 +195,17 @@ def _local(
 def _chunk_step(
     dhead: jax.Array | None, chunk: tuple[jax.Array, jax.Array], *, head: jax.Array, setup: _Setup, with_grads: bool
 ) -> Any:
-    """One chunk: its nll and lse, and what it adds to the gradients."""
+    """Returns dhead plus this chunk's share of it, and the chunk's nll, lse and dx."""
     x, target = chunk
     vocab_axes = _live_axes(setup, "vocab")
     logits = softcap_logits(jnp.dot(x, head, preferred_element_type=jnp.float32), setup.cap)  # [chunk, vocab]
     scored = (target >= 0).astype(jnp.float32)
     lse = _logsumexp(logits, vocab_axes)
     shard = lax.axis_index(vocab_axes).astype(jnp.int32) if vocab_axes else jnp.int32(0)
-    own = target - jnp.int32(head.shape[1]) * shard  # counted from the first token of this shard
-    hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == own[:, None]
-    picked = _psum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), vocab_axes)
-    per_token = _PerToken((lse - picked) * scored, lse * scored)
+    local_target = target - jnp.int32(head.shape[1]) * shard  # index in this shard of the vocabulary
+    hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == local_target[:, None]
+    target_logit = _psum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), vocab_axes)
+    per_token = _PerToken((lse - target_logit) * scored, lse * scored)
     if not with_grads:
         return None, (per_token, None)
     weight = scored * (1.0 + (2.0 * setup.z_loss) * lse)
@@ -216,28 +214,28 @@ def _chunk_step(
         dlogits = dlogits * (1.0 - (logits / setup.cap) ** 2)
     dlogits = dlogits.astype(x.dtype)
     dx = _psum(jnp.dot(dlogits, head.T, preferred_element_type=jnp.float32), vocab_axes).astype(x.dtype)
-    added = jnp.dot(x.T, dlogits, preferred_element_type=jnp.float32)
-    return added if dhead is None else dhead + added, (per_token, dx)
+    chunk_dhead = jnp.dot(x.T, dlogits, preferred_element_type=jnp.float32)
+    return chunk_dhead if dhead is None else dhead + chunk_dhead, (per_token, dx)
 
 
 def _logsumexp(logits: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
-    top = jnp.max(logits, axis=-1)
-    top = lax.pmax(top, vocab_axes) if vocab_axes else top
-    return jnp.log(_psum(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1), vocab_axes)) + top
+    row_max = jnp.max(logits, axis=-1)
+    row_max = lax.pmax(row_max, vocab_axes) if vocab_axes else row_max
+    return jnp.log(_psum(jnp.sum(jnp.exp(logits - row_max[:, None]), axis=-1), vocab_axes)) + row_max
 
 
 def _reduce_head(dhead: jax.Array, setup: _Setup) -> jax.Array:
-    """dW summed over every device that holds other tokens, and left split as W is stored."""
+    """Reduces dW over all devices with other tokens, and leaves it sharded as W is stored."""
     if setup.spread.mesh is None:
         return dhead
     split = _live_axes(setup, "embed")
     summed = tuple(axis for axis in (*_live_axes(setup, "batch"), *_live_axes(setup, "seq")) if axis not in split)
     scattered = reduce_scatter_gradient(dhead, (split, ()), setup.spread.reduce_dtype)
-    return _psum(scattered, summed)  # what is left to add up is a part
+    return _psum(scattered, summed)  # over the remaining axes only the shard is reduced
 
 
 def _live_axes(setup: _Setup, logical: str) -> tuple[str, ...]:
-    """The mesh axes of size over 1 that a logical axis is split over."""
+    """Returns the mesh axes with more than one device over which a logical axis is sharded."""
     mesh, rules, _ = setup.spread
     if mesh is None:
         return ()
@@ -249,6 +247,9 @@ def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _default_chunk(vocab: int, tokens: int) -> int:
-    """The most tokens that there is room for, or up to half as many where those divide all of them: none is padded."""
-    most = max(128, LOGITS_CHUNK_BYTES // (4 * vocab) // 128 * 128)
-    return next((n for n in range(most, most // 2, -128) if tokens % n == 0), most)
+    """Returns the tokens per chunk: the largest multiple of 128 within LOGITS_CHUNK_BYTES that divides `tokens`.
+
+    If none above half the limit does, returns the limit, and the caller pads.
+    """
+    limit = max(128, LOGITS_CHUNK_BYTES // (4 * vocab) // 128 * 128)
+    return next((n for n in range(limit, limit // 2, -128) if tokens % n == 0), limit)

@@ -105,9 +105,9 @@ def apply_in_tiles(
     experts = counts.shape[0]
     row = row_of_pair(experts_of, jnp.append(counts, 0), tile)
     row = jnp.where(experts_of < experts, row, 2**31 - 1)
-    room = buffer_capacity(x.shape[0], experts, tile)
-    moved = jnp.zeros((room, x.shape[1]), x.dtype).at[row].set(x, mode="drop")
-    return run(moved, ExpertTiles.from_counts(counts, room, tile)).at[row].get(mode="fill", fill_value=0)
+    capacity = buffer_capacity(x.shape[0], experts, tile)
+    buffer = jnp.zeros((capacity, x.shape[1]), x.dtype).at[row].set(x, mode="drop")
+    return run(buffer, ExpertTiles.from_counts(counts, capacity, tile)).at[row].get(mode="fill", fill_value=0)
 
 
 def choose_tile_rows(rows: int, experts: int, recipes: Sequence[Recipe | None], *, device: Device | None = None) -> int:
@@ -141,8 +141,8 @@ def row_of_pair(experts_of: jax.Array, counts: jax.Array, tile: int) -> jax.Arra
     sizes = padded_group_sizes(counts, tile)
     before, start = jnp.cumsum(counts) - counts, jnp.cumsum(sizes) - sizes
     order = jnp.argsort(experts_of, stable=True)
-    chosen = experts_of[order]
-    row = jnp.arange(experts_of.shape[0], dtype=jnp.int32) - before[chosen] + start[chosen]
+    expert = experts_of[order]
+    row = jnp.arange(experts_of.shape[0], dtype=jnp.int32) - before[expert] + start[expert]
     return jnp.zeros_like(experts_of).at[order].set(row.astype(experts_of.dtype), unique_indices=True)
 
 
@@ -182,7 +182,7 @@ def block_scaled_refusal(
     if tile != blackwell_grouped_gemm.OUTPUT_TILE_SIZE:
         rows = blackwell_grouped_gemm.OUTPUT_TILE_SIZE
         return f"block-scaled GEMM kernels of experts read tiles of {rows} rows, and these have {tile}"
-    if any(jnp.dtype(given) != taken for given, taken in zip(dtypes, KERNEL_DTYPES, strict=True)):
+    if any(jnp.dtype(dtype) != required for dtype, required in zip(dtypes, KERNEL_DTYPES, strict=True)):
         return f"kernels that write codes for experts read rows and weights in {' and '.join(map(str, KERNEL_DTYPES))}"
     for role in ROLES:
         policy = getattr(recipe, role)
@@ -197,8 +197,8 @@ def block_scaled_refusal(
 def expert_scale_vectors(amax: jax.Array, format: BlockFormat = NVFP4) -> jax.Array:
     """Returns float32 [experts, 8]: the scale vector of `kernels.tensor_scale_kernel` for each amax."""
     scales = jax.vmap(format.tensor_scales)(amax)
-    known = scale_vector(amax, scales.encode, scales.decode)
-    return jnp.stack([known.get(place, jnp.zeros_like(amax)) for place in range(SCALE_VECTOR_SIZE)], axis=1)
+    entries = scale_vector(amax, scales.encode, scales.decode)
+    return jnp.stack([entries.get(index, jnp.zeros_like(amax)) for index in range(SCALE_VECTOR_SIZE)], axis=1)
 
 
 def quantize_expert_rows(x, policies, keys, tiles, *, order=None):
@@ -209,28 +209,28 @@ def quantize_expert_rows(x, policies, keys, tiles, *, order=None):
     scales)], with an `order` of scales [(codes, decode scales, block scales)].
     """
     hadamard = any(policy.hadamard for policy in policies.values())
-    tops = [_amaxes(found, tiles) for found in kernels.partial_amax(x, hadamard=hadamard)]
-    tables = {role: expert_scale_vectors(tops[-1 if p.hadamard else 0], p.format) for role, p in policies.items()}
-    count, sides = tiles.experts.shape[0], dict[str, Any]()
+    amaxes = [_amaxes(partial, tiles) for partial in kernels.partial_amax(x, hadamard=hadamard)]
+    tables = {role: expert_scale_vectors(amaxes[-1 if p.hadamard else 0], p.format) for role, p in policies.items()}
+    count, operands = tiles.experts.shape[0], dict[str, Any]()
     origin = jnp.stack(
         [-jnp.arange(count, dtype=jnp.int32), tiles.first_tile_of_expert, jnp.zeros(count, jnp.int32)], axis=1
     )
     window = kernels.GlobalWindow(origin, tiles.tile, x.shape[0], x.shape[1], x.shape[0] // 4 * x.shape[1])
     for role, policy in policies.items():
-        drawn = role in keys
-        key = tiles.per_tile(jnp.stack(key_words(keys[role]), axis=-1)) if drawn else None
-        place, scale, how = window if drawn else None, tiles.per_tile(tables[role]), kernel_scaling(policy)
+        stochastic = role in keys
+        key = tiles.per_tile(jnp.stack(key_words(keys[role]), axis=-1)) if stochastic else None
+        origins, scale, scaling = window if stochastic else None, tiles.per_tile(tables[role]), kernel_scaling(policy)
         if role in OF_ROWS:
-            sides["rows"] = kernels.RowwiseOperand(scale, key, place, order, **how)
+            operands["rows"] = kernels.RowwiseOperand(scale, key, origins, order, **scaling)
         else:
-            sides["columns"] = kernels.ColumnwiseOperand(
-                scale, key, place, policy.hadamard, code_scale_layout=order, **how
+            operands["columns"] = kernels.ColumnwiseOperand(
+                scale, key, origins, policy.hadamard, code_scale_layout=order, **scaling
             )
-    made = kernels.quantize_tiled(x, **sides)
+    outputs = kernels.quantize_tiled(x, **operands)
     if order is not None:
-        pairs = zip(policies, made[::2], made[1::2], strict=True)
+        pairs = zip(policies, outputs[::2], outputs[1::2], strict=True)
         return [(codes, tables[role][:, GEMM_ALPHA_INDEX], scales) for role, codes, scales in pairs]
-    return [(array, tables[role][:, GEMM_ALPHA_INDEX]) for role, array in zip(policies, made, strict=True)]
+    return [(array, tables[role][:, GEMM_ALPHA_INDEX]) for role, array in zip(policies, outputs, strict=True)]
 
 
 def quantize_expert_weights(w: jax.Array, amax: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -244,12 +244,12 @@ def expert_weight_codes(w: jax.Array, amax: jax.Array | None, axis: int) -> tupl
 
     codes: [experts, outputs, inputs / 2] for axis -2, [experts, inputs, outputs / 2] for axis -1.
     """
-    table, each = _weight_scales(w, amax), (w.shape[0], -1)
+    table, dims = _weight_scales(w, amax), (w.shape[0], -1)  # of codes and scales, per expert
     packed, scales = kernels.pack_weight_kernel(w.reshape(-1, w.shape[-1]), table)
     with jax.named_scope("quantize"):
-        codes = jax.vmap(functools.partial(native.to_k_major_codes, axis=axis))(packed.reshape(*each, packed.shape[1]))
-        squares = functools.partial(native.expand_2d_scales, block=blackwell_grouped_gemm.NVFP4_SCALE_BLOCK, axis=axis)
-        return codes, table[:, GEMM_ALPHA_INDEX], jax.vmap(squares)(scales.reshape(*each, scales.shape[1])).reshape(-1)
+        codes = jax.vmap(functools.partial(native.to_k_major_codes, axis=axis))(packed.reshape(*dims, packed.shape[1]))
+        expand = functools.partial(native.expand_2d_scales, block=blackwell_grouped_gemm.NVFP4_SCALE_BLOCK, axis=axis)
+        return codes, table[:, GEMM_ALPHA_INDEX], jax.vmap(expand)(scales.reshape(*dims, scales.shape[1])).reshape(-1)
 
 
 def _amaxes(partial: jax.Array, tiles: ExpertTiles) -> jax.Array:

@@ -1,14 +1,14 @@
-"""grouped_qdot: y = x W of each row's expert, its three GEMMs quantized; a loop of `qdot` over experts, in one program.
+"""grouped_qdot: y = x W with the matrix of each row's expert and three quantized GEMMs, in one program.
 
     fprop  y_e = Q(x_e) Q(W_e)     dgrad  dx_e = Q(dy_e) Q(W_e)^T     wgrad  dW_e = Q(x_e)^T Q(dy_e)
 
-Every expert is a tensor of its own. Its rows begin a tensor of as many rows as x has, and the rest of that is zero: a
-zero row changes no maximum, no code and no sum, and random bytes are counted from a tensor's own first row. So no
-block, no transform and no scale crosses two experts, whatever backend `qdot` has.
+It is defined as a loop of `qdot` over experts. The rows of an expert are a separate tensor, padded with zero rows: a
+zero row changes no amax, no code and no sum, and random bytes are indexed from the tensor's first row. So no block, no
+transform and no scale crosses two experts, with any backend of `qdot`.
 
-That is the definition, and as `reference` it runs so: all rows times all experts, or the rows of each where `groups`
-are numbers and not traced. Otherwise the same codes are made and multiplied tile by tile (`grouped_linear.py`), at the
-cost of the rows that there are.
+Backend `auto` computes and multiplies the same codes tile by tile (`grouped_linear.py`), at a cost proportional to the
+rows. If the recipe does not allow tiles, and with any other backend, the loop itself runs: over all rows per expert if
+`groups` is traced, else over each expert's own rows.
 """
 
 import math
@@ -42,16 +42,16 @@ def grouped_qdot(
     x: jax.Array, w: jax.Array, groups: GroupSizes, *, recipe: Recipe | str, key: jax.Array | None = None,
     backend: str = "auto",
 ) -> jax.Array:  # fmt: skip
-    """x [rows, inputs] times w [experts, inputs, outputs], each row with its expert's, in x's dtype.
+    """Multiplies each row of x [rows, inputs] by its expert's matrix of w [experts, inputs, outputs], in x's dtype.
 
-    `groups` int32 [experts] says how many rows each expert has, the first expert's first; it may be traced. Expert e
-    gives what `qdot(x_e, w[e], key=fold_in(key, e))` gives: its tensor scales, its key, its random bytes are its own.
-    NaN or infinity in an expert's operand makes that expert's result NaN and no other's. An expert without rows has a
-    gradient of zero. Rows after the last group are never read, and give zero. Groups of more rows than x has are a
-    ValueError, or where they are traced a result of NaN. As with `qdot`, one key for several tensors is a
-    SharedBitsWarning, and there is no second derivative.
+    `groups`, int32 [experts], is the number of rows of each expert, in the order of experts; it may be traced. Expert e
+    computes `qdot(x_e, w[e], key=fold_in(key, e))`, with its own tensor scales, key and random bytes. NaN or infinity
+    in an operand of one expert makes the result of that expert NaN, and of no other. The gradient of an expert without
+    rows is zero. Rows after the last group are never read and give zero. Groups with more rows than x raise ValueError,
+    or give NaN if traced. As with `qdot`, one key for several tensors is a SharedBitsWarning, and there is no second
+    derivative.
     """
-    chosen = as_recipe(recipe, "grouped_qdot")
+    resolved = as_recipe(recipe, "grouped_qdot")
     groups = groups if isinstance(groups, jax.Array) else np.asarray(groups)
     x, w = pvary_to_common_axes(jnp.asarray(x), jnp.asarray(w))
     _check(x, w, groups)
@@ -59,14 +59,15 @@ def grouped_qdot(
         return jnp.zeros((x.shape[0], w.shape[-1]), x.dtype)
 
     def run(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray, key: jax.Array | None) -> jax.Array:
-        own = warn_if_key_shared(key, (chosen,), (x, w))
-        return refuse_second_derivative(_products(x, w, groups, chosen, own, backend), x, w)
+        checked_key = warn_if_key_shared(key, (resolved,), (x, w))
+        return refuse_second_derivative(_products(x, w, groups, resolved, checked_key, backend), x, w)
 
-    found = explicit_sharding(x, w)
-    if found is None:
+    sharding = explicit_sharding(x, w)
+    if sharding is None:
         return run(x, w, groups, key)
-    rows = NamedSharding(found.mesh, PartitionSpec(*jax.typeof(x).sharding.spec[:1]))  # of x, and of the result
-    return in_auto_axes(run, x, w, jnp.asarray(groups), key, out=rows)
+    # The rows of the result are sharded as those of x.
+    out = NamedSharding(sharding.mesh, PartitionSpec(*jax.typeof(x).sharding.spec[:1]))
+    return in_auto_axes(run, x, w, jnp.asarray(groups), key, out=out)
 
 
 def _products(
@@ -74,7 +75,7 @@ def _products(
 ) -> jax.Array:
     counts = jnp.asarray(groups, jnp.int32)
     if backend == "auto" and unsupported_grouped(recipe) is None:
-        y = _tiled(x, w, jnp.clip(counts, 0, x.shape[0]), recipe, key)  # a kernel counts its steps by them
+        y = _tiled(x, w, jnp.clip(counts, 0, x.shape[0]), recipe, key)  # kernels derive their trip count from them
     elif isinstance(groups, jax.core.Tracer):
         y = _reference_loop(x, w, counts, recipe, key, backend)
     else:
@@ -84,7 +85,7 @@ def _products(
 
 
 def _tiled(x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: jax.Array | None) -> jax.Array:
-    """Tile by tile: rows are moved to where tiles begin, and back."""
+    """Multiplies tile by tile: moves the rows to the starts of tiles and the results back."""
     rows = x.shape[0]
     tile = choose_tile_rows(rows, w.shape[0], [recipe])
     expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows, dtype=jnp.int32), side="right").astype(jnp.int32)
@@ -94,7 +95,7 @@ def _tiled(x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: j
 
 
 def _padded_rows(rows: int, recipe: Recipe) -> int:
-    """The rows of a tensor that has whole blocks and transforms along them."""
+    """Returns `rows` rounded up to whole blocks and Hadamard transforms along them."""
     run = math.lcm(*(getattr(recipe, role).quantization_group_size for roles in GEMM_ROLES.values() for role in roles))
     return -(-rows // run) * run
 
@@ -102,46 +103,47 @@ def _padded_rows(rows: int, recipe: Recipe) -> int:
 def _reference_unrolled(
     x: jax.Array, w: jax.Array, counts: np.ndarray, recipe: Recipe, key: jax.Array | None, backend: str
 ) -> jax.Array:
-    """The definition for groups that are known: a `qdot` of each expert's rows. A compiler may sum by size, and so it
-    has the sizes of that loop.
+    """Computes the definition for groups that are not traced: one `qdot` per expert over its own rows.
+
+    A compiler may choose the order of summation by size, so the sizes are those of a loop written by hand.
     """
 
-    def one(expert: int, start: int, count: int) -> jax.Array:
-        mine = jnp.pad(x[start : start + count], ((0, _padded_rows(count, recipe) - count), (0, 0)))
+    def multiply_expert(expert: int, start: int, count: int) -> jax.Array:
+        rows = jnp.pad(x[start : start + count], ((0, _padded_rows(count, recipe) - count), (0, 0)))
         bits = None if key is None else layer_key(key, expert)
-        return qdot(mine, w[expert], recipe=recipe, key=bits, backend=backend)[:count]
+        return qdot(rows, w[expert], recipe=recipe, key=bits, backend=backend)[:count]
 
     starts = np.cumsum(counts) - counts
-    made = [one(e, int(starts[e]), int(n)) for e, n in enumerate(counts) if n]
-    nobodys = jnp.zeros((x.shape[0] - int(counts.sum()), w.shape[-1]), x.dtype)
-    return jnp.concatenate([*made, nobodys])
+    products = [multiply_expert(e, int(starts[e]), int(n)) for e, n in enumerate(counts) if n]
+    unassigned = jnp.zeros((x.shape[0] - int(counts.sum()), w.shape[-1]), x.dtype)
+    return jnp.concatenate([*products, unassigned])
 
 
 def _reference_loop(
     x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: jax.Array | None, backend: str
 ) -> jax.Array:
-    """The definition: an expert after the other, each a tensor of all rows."""
+    """Computes the definition for traced groups: a scan over experts, each as a tensor of all rows."""
     rows, starts = x.shape[0], jnp.cumsum(counts) - counts
-    room = _padded_rows(rows, recipe)  # of one expert, which may have all rows
-    padded = jnp.pad(x, ((0, room), (0, 0)))
+    capacity = _padded_rows(rows, recipe)  # of one expert, which may have all rows
+    padded = jnp.pad(x, ((0, capacity), (0, 0)))
 
-    @jax.checkpoint  # what one expert keeps is as large as what all keep
+    @jax.checkpoint  # the residuals of one expert are as large as those of all experts together
     def one(y: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        weight, number, start, count = expert
-        own = jnp.arange(room, dtype=jnp.int32)[:, None] < count
-        mine = jnp.where(own, lax.dynamic_slice_in_dim(padded, start, room), jnp.zeros((), x.dtype))
-        bits = None if key is None else layer_key(key, number)
-        made = qdot(mine, weight, recipe=recipe, key=bits, backend=backend)
-        kept = jnp.where(own, made, lax.dynamic_slice_in_dim(y, start, room))
-        return lax.dynamic_update_slice_in_dim(y, kept, start, 0), None
+        weight, index, start, count = expert
+        in_group = jnp.arange(capacity, dtype=jnp.int32)[:, None] < count
+        rows_x = jnp.where(in_group, lax.dynamic_slice_in_dim(padded, start, capacity), jnp.zeros((), x.dtype))
+        bits = None if key is None else layer_key(key, index)
+        product = qdot(rows_x, weight, recipe=recipe, key=bits, backend=backend)
+        update = jnp.where(in_group, product, lax.dynamic_slice_in_dim(y, start, capacity))
+        return lax.dynamic_update_slice_in_dim(y, update, start, 0), None
 
-    begun, *_ = pvary_to_common_axes(jnp.zeros((rows + room, w.shape[-1]), x.dtype), x, counts)
-    y, _ = lax.scan(one, begun, (w, jnp.arange(w.shape[0], dtype=jnp.int32), starts, counts))
+    zeros, *_ = pvary_to_common_axes(jnp.zeros((rows + capacity, w.shape[-1]), x.dtype), x, counts)
+    y, _ = lax.scan(one, zeros, (w, jnp.arange(w.shape[0], dtype=jnp.int32), starts, counts))
     return y[:rows]
 
 
 def _check(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray) -> None:
-    """All three fit each other, as far as it is known when they are traced."""
+    """Validates shapes and dtypes of the three, and the values of `groups` unless traced."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or groups.shape != w.shape[:1]:
         raise ValueError(
             f"grouped_qdot takes x [rows, inputs], w [experts, inputs, outputs] and groups [experts], got {x.shape}, "
@@ -152,6 +154,6 @@ def _check(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray) -> None:
     if not jnp.issubdtype(groups.dtype, jnp.integer):
         raise TypeError(f"grouped_qdot: groups are counts of rows, whole numbers, got {groups.dtype}")
     if not isinstance(groups, jax.core.Tracer):
-        listed = np.asarray(groups)
-        if listed.min(initial=0) < 0 or listed.sum() > x.shape[0]:
-            raise ValueError(f"grouped_qdot: groups {listed.tolist()} must be 0 or more, and x has {x.shape[0]} rows")
+        counts = np.asarray(groups)
+        if counts.min(initial=0) < 0 or counts.sum() > x.shape[0]:
+            raise ValueError(f"grouped_qdot: groups {counts.tolist()} must be 0 or more, and x has {x.shape[0]} rows")

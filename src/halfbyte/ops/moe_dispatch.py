@@ -123,9 +123,9 @@ fan_out_f32.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dispatch_tokens(x: jax.Array, rows: jax.Array, room: int) -> jax.Array:
-    """x [tokens, width] -> [room, width]: token t at rows[t, i] for each of its experts i; zero elsewhere.
+    """Copies x [tokens, width] into [room, width]: token t to rows[t, i] for each of its experts i; zero elsewhere.
 
-    Its gradient sums over a token's experts in their order.
+    The gradient sums over a token's experts in their order.
     """
     tokens, k = rows.shape
     pair = _pairs(rows, room)
@@ -140,9 +140,9 @@ dispatch_tokens.defvjp(
 
 @jax.custom_vjp
 def combine_tokens(y: jax.Array, rows: jax.Array | None, weights: jax.Array) -> jax.Array:
-    """y [room, width] -> [tokens, width]: the sum over a token's experts, in their order, of weight times row.
+    """Sums weight times row of y [room, width] over each token's experts, in their order: [tokens, width].
 
-    Without `rows`, y has the rows of a token next to each other.
+    Without `rows`, the rows of a token are adjacent in y.
     """
     return round_f32_to(jnp.sum(_of_tokens(y, rows, weights) * weights[..., None], axis=1), y.dtype)
 
@@ -154,9 +154,9 @@ def _combine_bwd(residuals, g):
         dy = (wide[:, None] * weights[..., None]).reshape(y.shape)
     else:
         pair = _pairs(rows, y.shape[0])
-        known, own = (pair < rows.size)[:, None], jnp.minimum(pair, rows.size - 1)
-        dy = wide[own // rows.shape[1]] * weights.reshape(-1)[own][:, None]  # [room, width]
-        dy = jnp.where(known, dy, 0)
+        has_pair, index = (pair < rows.size)[:, None], jnp.minimum(pair, rows.size - 1)
+        dy = wide[index // rows.shape[1]] * weights.reshape(-1)[index][:, None]  # [room, width]
+        dy = jnp.where(has_pair, dy, 0)
     return round_f32_to(dy, y.dtype), None, jnp.sum(wide[:, None] * _of_tokens(y, rows, weights), axis=-1)
 
 
@@ -165,8 +165,8 @@ combine_tokens.defvjp(lambda y, rows, weights: (combine_tokens(y, rows, weights)
 
 def _pairs(rows: jax.Array, room: int) -> jax.Array:
     """Returns int32 [room], the index of the (token, expert) pair in each row; rows.size for a row without one."""
-    numbers = jnp.arange(rows.size, dtype=jnp.int32)
-    return jnp.full(room, rows.size, jnp.int32).at[rows.reshape(-1)].set(numbers, unique_indices=True)
+    indices = jnp.arange(rows.size, dtype=jnp.int32)
+    return jnp.full(room, rows.size, jnp.int32).at[rows.reshape(-1)].set(indices, unique_indices=True)
 
 
 def _of_tokens(y: jax.Array, rows: jax.Array | None, weights: jax.Array) -> jax.Array:
@@ -176,15 +176,14 @@ def _of_tokens(y: jax.Array, rows: jax.Array | None, weights: jax.Array) -> jax.
 
 @jax.custom_vjp
 def all_to_all_dispatch(x: jax.Array, route: ExpertRoute) -> jax.Array:
-    """x [own pairs, width] -> [pairs, width]: the rows of all pairs sent to this device, in order of pairs, then zeros.
+    """Sends x [own pairs, width] to the target devices: [pairs, width], received rows in order of pairs, then zeros.
 
-    Each of `all_to_all_dispatch` and `all_to_all_combine` is the other's gradient. Neither adds anything: no value
-    changes.
+    `all_to_all_dispatch` and `all_to_all_combine` are each other's gradient. Neither sums, so no value changes.
     """
     me = lax.axis_index(route.axes)
     ahead = exclusive_cumsum(route.sizes, 0)[me]  # rows of devices before this one, on each device
-    room = x.shape[0] * route.sizes.shape[0]
-    return _exchange(x[route.order], room, route.sizes[me], ahead, route.sizes[:, me], x.shape[0], route.axes)
+    capacity = x.shape[0] * route.sizes.shape[0]
+    return _exchange(x[route.order], capacity, route.sizes[me], ahead, route.sizes[:, me], x.shape[0], route.axes)
 
 
 @jax.custom_vjp
@@ -217,12 +216,12 @@ def _exchange(
     output = jnp.zeros((room, x.shape[1]), x.dtype)
     if target_device().capability is not None:
         return lax.ragged_all_to_all(x, output, exclusive_cumsum(sent, 0), sent, there, received, axis_name=axes)
-    numbers = jnp.arange(most, dtype=jnp.int32)[None]
-    rows = jnp.where(numbers < sent[:, None], exclusive_cumsum(sent, 0)[:, None] + numbers, x.shape[0])
+    indices = jnp.arange(most, dtype=jnp.int32)[None]
+    rows = jnp.where(indices < sent[:, None], exclusive_cumsum(sent, 0)[:, None] + indices, x.shape[0])
     padded = x.at[rows].get(mode="fill", fill_value=0)  # [devices, most, width]
-    arrived = lax.all_to_all(padded, axes, split_axis=0, concat_axis=0)
-    places = jnp.where(numbers < received[:, None], exclusive_cumsum(received, 0)[:, None] + numbers, room)
-    return output.at[places].set(arrived, mode="drop")
+    received_rows = lax.all_to_all(padded, axes, split_axis=0, concat_axis=0)
+    positions = jnp.where(indices < received[:, None], exclusive_cumsum(received, 0)[:, None] + indices, room)
+    return output.at[positions].set(received_rows, mode="drop")
 
 
 def exclusive_cumsum(sizes: jax.Array, axis: int) -> jax.Array:
@@ -250,16 +249,16 @@ def _forward(run, some, rows, weights, rest, count):
 
     def fits(rows, weights, rest):
         y, pull = jax.vjp(lambda rows, weights: run(rows, weights, rest), rows[:some], weights)
-        kept, tree = jax.tree.flatten(pull)
+        residuals, tree = jax.tree.flatten(pull)
         trees.append(tree)
-        return _pad_rows(y, rows.shape[0]), kept
+        return _pad_rows(y, rows.shape[0]), residuals
 
     def all_of_them(rows, weights, rest):
-        return run(rows, weights, rest), [jnp.zeros(each.shape, each.dtype) for each in shapes]
+        return run(rows, weights, rest), [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
 
     shapes = jax.eval_shape(fits, rows, weights, rest)[1]
-    y, kept = lax.cond(count <= some, fits, all_of_them, rows, weights, rest)
-    return y, (jax.tree.unflatten(trees[-1], kept), rows, weights, rest, count)
+    y, residuals = lax.cond(count <= some, fits, all_of_them, rows, weights, rest)
+    return y, (jax.tree.unflatten(trees[-1], residuals), rows, weights, rest, count)
 
 
 def _backward(run, some, kept, dy):

@@ -2,7 +2,7 @@
 
 A released kernel once rounded every gradient to zero on one GPU. `emulated` and the native GEMM get operands of equal
 values, the native ones from the passes and at the sizes of the run. They may differ in the order of accumulation and in
-the rounding to bfloat16, twice for a native GEMM: each element must agree to 2^-7 of the largest in its row.
+the rounding to bfloat16, twice for a native GEMM: each element must agree to 2^-7 of the amax of its row.
 
 On a GPU model without a verdict `run_gemm_selftest_once` runs the test once and caches the verdict on this machine, in
 `cards.json`.
@@ -56,18 +56,18 @@ def run_gemm_selftest_once(say: Callable[[str], None]) -> str | None:
     device = lookup(jax.devices()[0])
     if distrust_reason(device) != NOT_ASKED:
         return distrust_reason(device)
-    answers, key = _cached_verdicts(), _cache_key(device)
-    if isinstance(answers.get(key), str):
-        record_device_verdict(device, answers[key])
-        refused = f"emulated, because {answers[key]}; remove {user_cache() / CACHE_FILE} and it is asked again"
-        say(f"{device.name} has answered before: 4-bit GEMMs are {refused if answers[key] else 'native'}")
+    verdicts, key = _cached_verdicts(), _cache_key(device)
+    if isinstance(verdicts.get(key), str):
+        record_device_verdict(device, verdicts[key])
+        refused = f"emulated, because {verdicts[key]}; remove {user_cache() / CACHE_FILE} and it is asked again"
+        say(f"{device.name} has answered before: 4-bit GEMMs are {refused if verdicts[key] else 'native'}")
         return distrust_reason(device)
     refusal, final = _run_selftest()
     record_device_verdict(device, refusal)
     if final:
         with contextlib.suppress(OSError):  # without the cache the next process runs the test again
             user_cache().mkdir(parents=True, exist_ok=True)
-            write_json(user_cache() / CACHE_FILE, {**answers, key: refusal})
+            write_json(user_cache() / CACHE_FILE, {**verdicts, key: refusal})
     verdict = f"emulated, because {refusal}" if refusal else "native: they equal emulated ones"
     say(f"{device.name} was asked: 4-bit GEMMs are {verdict}")
     return distrust_reason(device)
@@ -78,14 +78,14 @@ def compare_native_linears(sites: Iterable[tuple[str, Recipe, tuple[int, int, in
 
     Tokens are limited to MAX_SELFTEST_TOKENS, for time.
     """
-    found: dict[tuple[Recipe, tuple[int, int, int]], dict[str, float]] = {}
-    agreed = {}
+    measured: dict[tuple[Recipe, tuple[int, int, int]], dict[str, float]] = {}
+    errors = {}
     for path, recipe, (tokens, inputs, outputs) in sites:
         sizes = min(tokens, MAX_SELFTEST_TOKENS), inputs, outputs
-        if (recipe, sizes) not in found:
-            found[recipe, sizes] = compare_native_gemms(recipe, sizes=sizes, site=path)
-        agreed[path] = found[recipe, sizes]
-    return agreed
+        if (recipe, sizes) not in measured:
+            measured[recipe, sizes] = compare_native_gemms(recipe, sizes=sizes, site=path)
+        errors[path] = measured[recipe, sizes]
+    return errors
 
 
 def compare_native_gemms(
@@ -123,19 +123,19 @@ def compare_native_grouped_gemms(
     10^4, so that a row multiplied by another expert's weight is detected. Raises SelfTestFailed beyond the tolerance,
     and if the program does not run.
     """
-    (inputs, outputs), most = sides, MAX_TEST_TILES * OUTPUT_TILE_SIZE * OUTPUT_TILE_SIZE // min(sides) + 1
-    many = np.asarray((max(EXPERT_COUNTS[0], most), *EXPERT_COUNTS[1:]) if counts is None else counts, np.int32)
+    (inputs, outputs), min_rows = sides, MAX_TEST_TILES * OUTPUT_TILE_SIZE * OUTPUT_TILE_SIZE // min(sides) + 1
+    load = np.asarray((max(EXPERT_COUNTS[0], min_rows), *EXPERT_COUNTS[1:]) if counts is None else counts, np.int32)
     keys = jax.random.split(jax.random.key(8), 4)
-    rows = int(many.sum()) + 3  # the last three have no expert
-    sizes = np.repeat(np.float32(10.0) ** (np.arange(len(many) + 1, dtype=np.float32) % 5), np.append(many, 3))[:, None]
-    x = (sizes * jax.random.normal(keys[0], (rows, inputs))).astype(jnp.bfloat16)
-    w = jax.random.normal(keys[1], (len(many), inputs, outputs), jnp.float32)
-    dy = (jax.random.normal(keys[2], (rows, outputs)) / sizes).astype(jnp.bfloat16)
+    rows = int(load.sum()) + 3  # the last three have no expert
+    scale = np.repeat(np.float32(10.0) ** (np.arange(len(load) + 1, dtype=np.float32) % 5), np.append(load, 3))[:, None]
+    x = (scale * jax.random.normal(keys[0], (rows, inputs))).astype(jnp.bfloat16)
+    w = jax.random.normal(keys[1], (len(load), inputs, outputs), jnp.float32)
+    dy = (jax.random.normal(keys[2], (rows, outputs)) / scale).astype(jnp.bfloat16)
 
     def directions(backend: str, *groups: jax.Array) -> dict[str, jax.Array]:
         def run(x: jax.Array, w: jax.Array, dy: jax.Array, *groups: jax.Array) -> dict[str, jax.Array]:
             def linear(x: jax.Array, w: jax.Array) -> jax.Array:
-                return grouped_qdot(x, w, *(groups or (many,)), recipe=recipe, key=keys[3], backend=backend)
+                return grouped_qdot(x, w, *(groups or (load,)), recipe=recipe, key=keys[3], backend=backend)
 
             y, pull = jax.vjp(linear, x, w)
             dx, dw = pull(dy)
@@ -145,13 +145,13 @@ def compare_native_grouped_gemms(
 
     what = f"native GEMMs of experts under {recipe.name}{f' at {site}' if site else ''} (matrices of {sides})"
     try:
-        found = jax.block_until_ready(directions(candidate, jnp.asarray(many)))
+        results = jax.block_until_ready(directions(candidate, jnp.asarray(load)))
     except jax.errors.JaxRuntimeError as error:
         raise SelfTestFailed(
             f"self-test of {what} did not run ({' '.join(str(error).split())[:300]}); train with --precision.backend "
             "emulated, which emulates the recipe, and report this device"
         ) from None
-    return _check_within_tolerance(directions("emulated"), found, what)
+    return _check_within_tolerance(directions("emulated"), results, what)
 
 
 def max_relative_error(found: jax.Array, expected: jax.Array) -> float:
@@ -183,8 +183,8 @@ def _run_selftest() -> tuple[str, bool]:
     try:
         compare_native_gemms(recipes.recipe("nvfp4"))
     except (SelfTestFailed, jax.errors.JaxRuntimeError, ValueError) as error:
-        said = f"the card's own are not right ({' '.join(str(error).split())[:300]})"
-        return said, isinstance(error, SelfTestFailed)
+        reason = f"the card's own are not right ({' '.join(str(error).split())[:300]})"
+        return reason, isinstance(error, SelfTestFailed)
     return "", True
 
 

@@ -59,7 +59,7 @@ def stacked_residuals_match_reference(
 ) -> bool:
     """Returns True if `backend` saves the results of gate and up in stacks under the recipes of gate, up and down.
 
-    Raises SelfTestFailed if the layer that it writes or reads there differs from the layer alone in any bit.
+    Raises SelfTestFailed if the layer that it writes or reads there differs in any bit from a separate layer.
     """
     problems = [LinearProblem(chosen, tokens, features, features, device=target_device()) for chosen in recipes]
     passes = shared_gated_passes([choose_backend(backend, problem).passes for problem in problems], activation, recipes)
@@ -87,19 +87,19 @@ def mesh_operand_mismatches(chosen: Recipe, devices: Sequence[Any], *, features:
     tokens = 128 * count
     x, dy = (_tensor(seed, tokens, features * count) for seed in (1, 2))
     right = selftest_reference_operands(chosen, x, dy, jnp.zeros((features * count, 16), jnp.float32))[:4]
-    expected = [np.asarray(each.values().astype(jnp.float32)) for each in right]
+    expected = [np.asarray(operand.values().astype(jnp.float32)) for operand in right]
     differing = {}
     for name, spec in (("tokens", PartitionSpec(AXIS)), ("features", PartitionSpec(None, AXIS))):
-        found = zip(_on_mesh(chosen, devices, spec, x, dy), expected, strict=True)
-        differing[name] = sum(int(np.sum(a != b)) for a, b in found)
+        pairs = zip(_on_mesh(chosen, devices, spec, x, dy), expected, strict=True)
+        differing[name] = sum(int(np.sum(a != b)) for a, b in pairs)
     return differing
 
 
 def selftest_reference_operands(chosen: Recipe, x: jax.Array, dy: jax.Array, w: jax.Array) -> list[Operand]:
     """Returns the six operands of x, dy and w, each from a program of its own, so that nothing is fused with it."""
-    tensors = [(tensor, a) for tensor, requests in _requests(chosen, x, dy) for a in requests]
-    made = [jax.jit(functools.partial(XLA_PASSES.quantize, specs=[a]))(tensor)[0] for tensor, a in tensors]
-    return made + _weights(chosen, XLA_PASSES, w, packed=True)
+    requests = [(tensor, spec) for tensor, specs in _requests(chosen, x, dy) for spec in specs]
+    operands = [jax.jit(functools.partial(XLA_PASSES.quantize, specs=[spec]))(tensor)[0] for tensor, spec in requests]
+    return operands + _weights(chosen, XLA_PASSES, w, packed=True)
 
 
 def count_mismatches(
@@ -115,12 +115,12 @@ def count_mismatches(
 
     `passes` quantize x and dy, `for_weight` the weight, both unpacked and packed (as it is all-gathered).
     """
-    found = []
-    for tensor, requests in _requests(chosen, x, dy):
-        found += jax.jit(functools.partial(passes.quantize, specs=requests))(tensor)
+    operands = []
+    for tensor, specs in _requests(chosen, x, dy):
+        operands += jax.jit(functools.partial(passes.quantize, specs=specs))(tensor)
     weights = [_weights(chosen, for_weight, w, packed=packed) for packed in (False, True)]
-    wanted = [*right, *right[len(found) :]]
-    return sum(hamming_distance(a, b) for a, b in zip([*found, *weights[0], *weights[1]], wanted, strict=True))
+    expected = [*right, *right[len(operands) :]]
+    return sum(hamming_distance(a, b) for a, b in zip([*operands, *weights[0], *weights[1]], expected, strict=True))
 
 
 def count_stacked_mismatches(
@@ -135,30 +135,34 @@ def count_stacked_mismatches(
         return 0
     if passes.unsupported_activation_fusion(SILU, [chosen] * 3) is not None:
         return 0
-    (_, of_h), (_, of_d) = _requests(chosen, x, dy)
+    (_, h_specs), (_, d_specs) = _requests(chosen, x, dy)
 
     @jax.jit
-    def made(g: jax.Array | StackSlice, u: jax.Array | StackSlice, dh: jax.Array) -> list[Operand]:
-        return [operand for one in passes.activate_backward(g, u, dh, of_d, of_d, of_h[1:]) for operand in one]
+    def backward_operands(g: jax.Array | StackSlice, u: jax.Array | StackSlice, dh: jax.Array) -> list[Operand]:
+        return [
+            operand
+            for operands in passes.activate_backward(g, u, dh, d_specs, d_specs, h_specs[1:])
+            for operand in operands
+        ]
 
     @jax.jit
-    def written(g: jax.Array, u: jax.Array, into: list[StackSlice]) -> tuple[jax.Array, ...]:
-        return passes.activate_to_stacks(g, u, of_h[:1], into)[1]
+    def write_stacks(g: jax.Array, u: jax.Array, into: list[StackSlice]) -> tuple[jax.Array, ...]:
+        return passes.activate_to_stacks(g, u, h_specs[:1], into)[1]
 
-    at, others = jnp.int32(layers - 1), jnp.full((layers, *x.shape), 7, x.dtype)
-    stacks = written(x, dy, [StackSlice(others, at)] * 2)
-    wrong = sum(int(jnp.sum(s != others.at[at].set(a))) for s, a in zip(stacks, (x, dy), strict=True))
-    found = made(*(StackSlice(stack, at) for stack in stacks), x)
-    return wrong + sum(hamming_distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
+    layer, others = jnp.int32(layers - 1), jnp.full((layers, *x.shape), 7, x.dtype)
+    stacks = write_stacks(x, dy, [StackSlice(others, layer)] * 2)
+    wrong = sum(int(jnp.sum(s != others.at[layer].set(a))) for s, a in zip(stacks, (x, dy), strict=True))
+    operands = backward_operands(*(StackSlice(stack, layer) for stack in stacks), x)
+    return wrong + sum(hamming_distance(a, b) for a, b in zip(operands, backward_operands(x, dy, x), strict=True))
 
 
 def hamming_distance(found: Operand, right: Operand) -> int:
     """Returns how many values differ, in both orders if an FP8 operand has both."""
-    want = right.values().astype(jnp.float32)
+    expected = right.values().astype(jnp.float32)
     orders = [found.values()]
     if isinstance(found, Fp8Operand) and found.as_stored is not None and found.transposed is not None:
         orders.append(found.transposed.T)
-    count = sum(int(jnp.sum(order.astype(jnp.float32) != want)) for order in orders)
+    count = sum(int(jnp.sum(order.astype(jnp.float32) != expected)) for order in orders)
     if found.decode_scale is None or right.decode_scale is None:
         return count + (found.decode_scale is not right.decode_scale)
     return count + int(jnp.sum(found.decode_scale != right.decode_scale))  # per tensor or per row
@@ -171,13 +175,13 @@ def _requests(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Arr
 
 def _weights(chosen: Recipe, passes: QuantizePasses, w: jax.Array, *, packed: bool) -> list[Operand]:
     """Returns the weight operands of fprop and dgrad; read from a stack of layers if the passes support it."""
-    given = StackSlice(jnp.stack([-2 * w, w]), jnp.int32(1)) if passes.reads_stacks and not packed else w
+    weight = StackSlice(jnp.stack([-2 * w, w]), jnp.int32(1)) if passes.reads_stacks and not packed else w
 
     def operand(w: jax.Array | StackSlice, role: str) -> Operand:
-        made = quantize_weight_shard(w, chosen, jax.random.key(2), passes=passes, packed=packed)
-        return weight_operand(made, role)
+        quantized = quantize_weight_shard(w, chosen, jax.random.key(2), passes=passes, packed=packed)
+        return weight_operand(quantized, role)
 
-    return [jax.jit(operand, static_argnums=1)(given, role) for role in CONTRACTED_WEIGHT_AXIS]
+    return [jax.jit(operand, static_argnums=1)(weight, role) for role in CONTRACTED_WEIGHT_AXIS]
 
 
 def _tensor(seed: int, tokens: int, features: int) -> jax.Array:
@@ -189,17 +193,17 @@ def _on_mesh(
     chosen: Recipe, devices: Sequence[Any], spec: PartitionSpec, x: jax.Array, dy: jax.Array
 ) -> list[np.ndarray]:
     mesh = Mesh(np.array(devices, dtype=object), (AXIS,))
-    cut = tuple((AXIS,) if entry == AXIS else () for entry in (*spec, None)[:2])
-    tokens, features = (size // (len(devices) if axes else 1) for size, axes in zip(x.shape, cut, strict=True))
+    dim_axes = tuple((AXIS,) if entry == AXIS else () for entry in (*spec, None)[:2])
+    tokens, features = (size // (len(devices) if axes else 1) for size, axes in zip(x.shape, dim_axes, strict=True))
     problem = LinearProblem(chosen, tokens, features, features, device=target_device(), partitioned_by_xla=True)
     passes = choose_backend("auto", problem).passes
 
     def make(x: jax.Array, dy: jax.Array) -> list[jax.Array]:
-        made = []
+        values = []
         for tensor, roles in zip((x, dy), MESH_ROLES, strict=True):
-            wanted = [operand_spec(chosen, role, jax.random.key(2), cut=cut) for role in roles]
-            made += [each.values().astype(jnp.float32) for each in passes.quantize(tensor, wanted)]
-        return made
+            specs = [operand_spec(chosen, role, jax.random.key(2), cut=dim_axes) for role in roles]
+            values += [operand.values().astype(jnp.float32) for operand in passes.quantize(tensor, specs)]
+        return values
 
     mapped = jax.shard_map(make, mesh=mesh, in_specs=(spec, spec), out_specs=[spec] * 4, check_vma=False)
-    return [np.asarray(each) for each in jax.jit(mapped)(*(np.asarray(each) for each in (x, dy)))]
+    return [np.asarray(values) for values in jax.jit(mapped)(*(np.asarray(tensor) for tensor in (x, dy)))]

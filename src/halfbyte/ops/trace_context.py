@@ -57,9 +57,9 @@ def mesh_aware(dot: _Dot) -> _Dot:
         x, w = pvary_to_common_axes(x, w)
         if explicit_sharding(x, w) is None:
             return refuse_second_derivative(dot(x, w, **options), x, w)
-        wanted, key = options.pop("out_sharding", None), options.pop("key", None)
+        out_sharding, key = options.pop("out_sharding", None), options.pop("key", None)
         dims = (((x.ndim - 1,), (0,)), ((), ()))
-        like = jax.eval_shape(lambda x, w: lax.dot_general(x, w, dims, out_sharding=wanted), x, w)
+        like = jax.eval_shape(lambda x, w: lax.dot_general(x, w, dims, out_sharding=out_sharding), x, w)
         run = lambda x, w, key: refuse_second_derivative(dot(x, w, key=key, **options), x, w)  # noqa: E731
         return in_auto_axes(run, x, w, key, out=like.sharding)
 
@@ -136,20 +136,19 @@ def has_einsum_swapped_operands(lhs: jax.Array, rhs: jax.Array) -> bool:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(_EINSUM):
-        if frame.f_code.co_filename.endswith(
-            "interpreters/partial_eval.py"
-        ):  # the frames above belong to another function
+        # Beyond the tracing of a jaxpr the frames belong to another function.
+        if frame.f_code.co_filename.endswith("interpreters/partial_eval.py"):
             return False
         frame = frame.f_back
     if frame is None:
         return False
-    pair, places = [frame.f_locals.get(name) for name in ("lhs", "rhs")], frame.f_locals.get("operand_indices")
-    if places is None or not any(lhs is one for one in pair):
+    operands, indices = [frame.f_locals.get(name) for name in ("lhs", "rhs")], frame.f_locals.get("operand_indices")
+    if indices is None or not any(lhs is operand for operand in operands):
         raise ValueError(
             "dot_general: called by a jnp.einsum that does not show which of its operands is which; use "
             "halfbyte.apply_recipe, or call dot_general itself"
         )
-    second = pair[0] if places[0] > places[1] else pair[1]
+    second = operands[0] if indices[0] > indices[1] else operands[1]
     return lhs is second
 
 
@@ -195,19 +194,19 @@ def _traced_for(trace: object) -> str | None:
 
 def _source_traces(value: Any) -> list[Any]:
     """Returns the traces whose arguments the value was computed from."""
-    sources, seen, todo = [], set(), [value]
-    while todo:
-        tracer = todo.pop()
+    sources, seen, pending = [], set(), [value]
+    while pending:
+        tracer = pending.pop()
         if not isinstance(tracer, core.Tracer) or id(tracer) in seen:
             continue
         seen.add(id(tracer))
         inner = _primal_of_tracer(tracer)
         if inner:
-            todo += inner
+            pending += inner
         elif _constant(tracer) is not None:
-            todo.append(_constant(tracer))
+            pending.append(_constant(tracer))
         elif getattr(tracer, "parent", None) is not None:
-            todo += tracer.parent.in_tracers
+            pending += tracer.parent.in_tracers
         else:
             sources.append(tracer._trace)
     return sources

@@ -1,11 +1,12 @@
-"""Which planned dots of a body run as one, and in which order its equations then run.
+"""Groups planned dots of a jaxpr that run as one op, and orders its equations accordingly.
 
-Linears of one x want the same operands of it, so they run where the first of them stands. What makes the others'
-weights (a cast, a slice) is then run before, if none of it waits for one of them. Two values are the same if they are
-the same variable, or the same cast or view of the same value: a framework casts x once for each layer that reads it.
+Linears that read the same x need the same operands of it, so they run together at the position of the first. The
+equations that compute the weights of the others (casts, slices) move before it, unless they depend on one of the dots.
+Two values are equal if they are the same variable, or the same cast or view of equal values: a framework casts x once
+for each layer that reads it.
 
-A gated MLP is two of them, silu of the one times the other, and a third that reads the product: where passes hold that
-product, the five equations run as one op.
+A gated MLP is two such dots, silu of one times the other, and a third dot that reads the product. If the quantize
+passes compute that product, the five equations run as one op.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ _VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_
 
 @dataclass(frozen=True)
 class DotGroup:
-    """Equations that run as one: any alone, or dots of one x; or gate, up and down, then what lies between them."""
+    """Equations that run as one op.
+
+    A single equation, several dots of one x, or with `swiglu` gate, up and down, then the silu and the product.
+    """
 
     eqns: tuple[int, ...]
     swiglu: bool = False
 
     @property
     def dots_of_x(self) -> tuple[int, ...]:
-        """Those that read one x."""
+        """Returns the dots that read the same x."""
         return self.eqns[:2] if self.swiglu else self.eqns
 
 
@@ -39,13 +43,15 @@ ExecutionOrder = tuple[DotGroup, ...]
 
 @dataclass
 class DotGrouper:
-    """The equations of one jaxpr and its results. Dots that are `alike`, by number, may run together if their x is the
-    same; where `fuses` says so of gate, up and down, silu(g) * u may be inside the third.
+    """Groups the dots of one jaxpr, given its equations and results.
+
+    Dots with equal `fusion_key` may run together if they read the same x. If `fuses(gate, up, down)` is true,
+    silu(gate) * up may be computed in the passes of down. Dots are identified by the index of their equation.
     """
 
     eqns: Sequence[JaxprEqn]
     outvars: Sequence[Var | Literal]
-    xs: Mapping[int, int]  # number of a dot -> which of its operands x is
+    xs: Mapping[int, int]  # equation index of a dot -> which of its operands is x
     fusion_key: Mapping[int, Hashable]
     fuses: Callable[[int, int, int], bool]
 
@@ -53,26 +59,26 @@ class DotGrouper:
         self.makers = {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
         read = [v for eqn in self.eqns for v in eqn.invars if not isinstance(v, Literal)] + list(self.outvars)
         self.uses = Counter(map(id, read))
-        self.gated = dict(found for i in self.fusion_key if (found := self._match_swiglu(i)))
+        self.gated = dict(match for i in self.fusion_key if (match := self._match_swiglu(i)))
 
     def order(self) -> ExecutionOrder:
-        """The numbers of the equations in the order in which they run; those that run as one in one tuple."""
+        """Returns the equations in the order in which they run, grouped by those that run as one op."""
         groups: dict[Hashable, list[int]] = {}
         for i, common in self.fusion_key.items():
             groups.setdefault((self._value(self.eqns[i].invars[self.xs[i]]), common), []).append(i)
-        of = {i: group for group in groups.values() for i in group}
+        group_of = {i: group for group in groups.values() for i in group}
         done: set[int] = set()
         order: list[DotGroup] = []
         for i in range(len(self.eqns)):
             if i in done:
                 continue
-            unit, ahead = self._ready(i, [j for j in of.get(i, []) if j > i], done)
+            unit, ahead = self._ready(i, [j for j in group_of.get(i, []) if j > i], done)
             order += [*(DotGroup((k,)) for k in sorted(ahead)), unit]
             done |= {*ahead, *unit.eqns}
         return tuple(order)
 
     def _ready(self, first: int, others: Sequence[int], done: set[int]) -> tuple[DotGroup, set[int]]:
-        """(`first` with those of the others that can run with it, what must run ahead of them)."""
+        """Returns (`first` and those of `others` that can run with it, the equations that must run before them)."""
         group, ahead = [first], set[int]()
         for j in others:
             needed = self._needed(j, done)
@@ -90,8 +96,9 @@ class DotGrouper:
         return not any(i in self.xs or self.eqns[i].effects for i in eqns)
 
     def _match_swiglu(self, down: int) -> tuple[tuple[int, ...], DotGroup] | None:
-        """(gate and up in program order, the whole) of a third dot that reads silu(g) * u, where
-        nobody else reads what lies between; None if it is none.
+        """Returns (gate and up in program order, their group with down) if `down` reads silu(g) * u, else None.
+
+        The results of gate, up, silu and the product must have no other consumer.
         """
         product = self._single_use_producer(self.eqns[down].invars[self.xs[down]], "mul")
         if product is None:
@@ -106,22 +113,22 @@ class DotGrouper:
         return None
 
     def _single_use_producer(self, var: Var | Literal, *names: str) -> int | None:
-        """The equation of one of these names that makes `var`, if it is read once."""
+        """Returns the equation that computes `var` if it has one of these names and `var` is read once, else None."""
         i = None if isinstance(var, Literal) or self.uses[id(var)] != 1 else self.makers.get(var)
         return i if i is not None and self.eqns[i].primitive.name in names else None
 
     def _needed(self, i: int, done: set[int]) -> set[int]:
-        """The equations that have not run and that equation i waits for."""
-        found, todo = set[int](), [i]
-        while todo:
-            inputs = (v for v in self.eqns[todo.pop()].invars if not isinstance(v, Literal))
-            makers = {self.makers[v] for v in inputs if v in self.makers} - done
-            todo += makers - found
-            found |= makers
-        return found
+        """Returns the equations not yet run that equation i depends on, directly or not."""
+        needed, pending = set[int](), [i]
+        while pending:
+            inputs = (v for v in self.eqns[pending.pop()].invars if not isinstance(v, Literal))
+            producers = {self.makers[v] for v in inputs if v in self.makers} - done
+            pending += producers - needed
+            needed |= producers
+        return needed
 
     def _value(self, var: Var | Literal) -> Hashable:
-        """Equal for variables that hold the same value."""
+        """Returns a key that is equal for variables with the same value."""
         i = None if isinstance(var, Literal) else self.makers.get(var)
         if i is None or self.eqns[i].primitive.name not in _VIEWS or len(self.eqns[i].invars) != 1:
             return id(var)
@@ -130,7 +137,7 @@ class DotGrouper:
 
 
 def is_silu(eqn: JaxprEqn) -> bool:
-    """Whether this calls `jax.nn.silu`: x times its logistic function, and nothing else."""
+    """Returns True if the equation calls `jax.nn.silu`: x times its logistic function, and nothing else."""
     inner = unclose_jaxpr(eqn.params["jaxpr"])
     if len(inner.invars) != 1 or [e.primitive.name for e in inner.eqns] != ["logistic", "mul"]:
         return False

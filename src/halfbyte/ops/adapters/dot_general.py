@@ -6,7 +6,7 @@ read at each call and folded with the call site:
 | `key`                            | read at each call                    | call site                            |
 |----------------------------------|--------------------------------------|--------------------------------------|
 | the name of a Linen rng stream   | `make_rng` of the layer being called | the layer's path                     |
-| a function, or an NNX rng stream | called, and must return a fresh key  | `site` if given, else the key alone  |
+| a function, or an NNX rng stream | called, and must return a fresh key  | `site` if given, else the key only   |
 | a typed key (this step's)        | as it is                             | `site`, else the Linen layer's path  |
 
 A counter of calls would be wrong: JAX traces a scanned or rematerialized body any number of times.
@@ -278,7 +278,7 @@ class DotConfig:
 
 
 def refusal(x_dtype: DTypeLike, w_dtype: DTypeLike, dimension_numbers: DimensionNumbers) -> str | None:
-    """Returns why this dot is no linear, None if it is one."""
+    """Returns why this dot cannot run as a linear, or None."""
     (contracted, _), (batch, _) = dimension_numbers
     if batch:
         return "it has batch dims, so no operand is a single weight"
@@ -386,8 +386,8 @@ def _linears(
     ys = plans[0].dot(
         first, [w for _, w in pairs], recipes=recipes, keys=keys, execution=execution, out_dtype=dtype, copies=copies
     )
-    each = zip(plans, ys, xs, weights, strict=True)
-    return [plan.result(refuse_second_derivative(y, x, w), w) for plan, y, x, w in each]
+    dots = zip(plans, ys, xs, weights, strict=True)
+    return [plan.result(refuse_second_derivative(y, x, w), w) for plan, y, x, w in dots]
 
 
 def transpose_weight_dims_first(y: jax.Array, free: int) -> jax.Array:

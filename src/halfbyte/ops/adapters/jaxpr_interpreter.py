@@ -1,8 +1,9 @@
-"""Runs a jaxpr under a plan: equations as they are, planned dots as `qdot`, and jit, remat, scan, cond, while and
-shard_map built anew around what changes inside them.
+"""Evaluates a jaxpr under a plan: planned dots run as `qdot`, all other equations unchanged.
 
-The key goes down with the values: folded with the iteration in each scan or loop, with the site's name at each dot,
-and with the device's place under `shard_map`. Outside of that a dot's bits are those of
+jit, remat, scan, cond, while and shard_map are rebuilt around bodies in which dots are replaced.
+
+The key is passed down with the values. It is folded with the iteration in each scan or while loop, with the site's name
+at each dot, and with the device's index under `shard_map`. Except under `shard_map` a dot has the bits of
 `qdot(x, w, key=site_key(layer_key(key, iteration), path))` written by hand.
 """
 
@@ -45,14 +46,14 @@ JaxprFn = Callable[[OptionalKey, Sequence[jax.Array]], list[jax.Array]]
 
 @dataclass
 class JaxprInterpreter:
-    """Runs jaxprs under plans, on one backend."""
+    """Evaluates jaxprs under plans, with one backend."""
 
     backend: str
 
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[jax.Array], body: JaxprPlan, key: OptionalKey, args: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """The outputs of the jaxpr under its plan."""
+        """Returns the outputs of the jaxpr under its plan."""
         env: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         for unit in body.order:
@@ -114,13 +115,13 @@ class JaxprInterpreter:
     def _dots(
         self, eqns: list[JaxprEqn], dots: list[DotReplacement], key: OptionalKey, values: list[list[jax.Array]]
     ) -> list[jax.Array]:
-        """Dots of one x."""
-        sides = [_dot_operands(*each) for each in zip(eqns, dots, values, strict=True)]
-        how = DotConfig(dots[0].recipe, self.backend, aval(eqns[0].outvars[0]).dtype)
+        """Computes dots of one x, which is quantized once."""
+        sides = [_dot_operands(*dot) for dot in zip(eqns, dots, values, strict=True)]
+        config = DotConfig(dots[0].recipe, self.backend, aval(eqns[0].outvars[0]).dtype)
         keys = [_site_key(key, dot) for dot in dots]
         with _add_dot_names_to_errors(*dots):
-            made = dots_as_linears(sides, how=how, keys=keys)
-        pairs = zip(made, dots, sides, strict=True)
+            ys = dots_as_linears(sides, how=config, keys=keys)
+        pairs = zip(ys, dots, sides, strict=True)
         return [
             y if dot.weight == 1 else transpose_weight_dims_first(y, x.ndim - len(d[0])) for y, dot, (x, _, d) in pairs
         ]
@@ -128,7 +129,7 @@ class JaxprInterpreter:
     def _swiglu(
         self, eqns: list[JaxprEqn], dots: list[DotReplacement], key: OptionalKey, env: dict[Var, jax.Array]
     ) -> jax.Array:
-        """down(silu(gate) * up), of three matrices."""
+        """Computes (silu(x Wg) * (x Wu)) Wd of the matrices gate, up and down as one op."""
         gate, up, down = (_read_env(env, eqn.invars[1]) for eqn in eqns)
         keys, x = tuple(_site_key(key, dot) for dot in dots), _read_env(env, eqns[0].invars[0])
         with _add_dot_names_to_errors(*dots):
@@ -136,9 +137,13 @@ class JaxprInterpreter:
 
     def _scan(self, eqn: JaxprEqn, split: ScanSegments, key: OptionalKey, values: list[jax.Array]) -> list[jax.Array]:
         params = eqn.params
-        first, carries = scan_counts(params, eqn.invars)
-        consts, carry, xs = values[:first], values[first : first + carries], values[first + carries :]
-        pieces: dict[int, list[jax.Array]] = {}
+        num_consts, carries = scan_counts(params, eqn.invars)
+        consts, carry, xs = (
+            values[:num_consts],
+            values[num_consts : num_consts + carries],
+            values[num_consts + carries :],
+        )
+        segment_ys: dict[int, list[jax.Array]] = {}
         for start, stop, body in reversed(split.segments) if params["reverse"] else split.segments:
             inner = self._function(params["jaxpr"], body)
 
@@ -149,11 +154,11 @@ class JaxprInterpreter:
                 outs = inner(_fold_in_iteration(key, layer), [*consts, *carry, *slices])
                 return outs[: len(carry)], outs[len(carry) :]
 
-            whole = len(split.segments) == 1
-            items = jnp.arange(start, stop), [x if whole else lax.slice_in_dim(x, start, stop) for x in xs]
+            single = len(split.segments) == 1
+            items = jnp.arange(start, stop), [x if single else lax.slice_in_dim(x, start, stop) for x in xs]
             unroll = max(1, min(params["unroll"], stop - start))
-            carry, pieces[start] = lax.scan(iterate, carry, items, reverse=params["reverse"], unroll=unroll)
-        ys = [pieces[start] for start in sorted(pieces)]
+            carry, segment_ys[start] = lax.scan(iterate, carry, items, reverse=params["reverse"], unroll=unroll)
+        ys = [segment_ys[start] for start in sorted(segment_ys)]
         return [*carry, *(parts[0] if len(ys) == 1 else lax.concatenate(parts, 0) for parts in zip(*ys, strict=True))]
 
     def _cond(self, eqn: JaxprEqn, step: NestedPlans, key: OptionalKey, values: list[jax.Array]) -> list[jax.Array]:
@@ -162,24 +167,24 @@ class JaxprInterpreter:
         return lax.switch(values[0], branches, key, values[1:])
 
     def _while(self, eqn: JaxprEqn, step: NestedPlans, key: OptionalKey, values: list[jax.Array]) -> list[jax.Array]:
-        first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        cond_end, body_end = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
         inner = self._function(eqn.params["body_jaxpr"], step.bodies[0])
 
         def keep_going(state: tuple[jax.Array, list[jax.Array]]) -> jax.Array:
-            return condition(*values[:first], *state[1])[0]
+            return condition(*values[:cond_end], *state[1])[0]
 
         def iterate(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
             count, carry = state
-            return count + 1, inner(_fold_in_iteration(key, count), [*values[first:second], *carry])
+            return count + 1, inner(_fold_in_iteration(key, count), [*values[cond_end:body_end], *carry])
 
-        return lax.while_loop(keep_going, iterate, (jnp.int32(0), values[second:]))[1]
+        return lax.while_loop(keep_going, iterate, (jnp.int32(0), values[body_end:]))[1]
 
 
 def _dot_operands(
     eqn: JaxprEqn, dot: DotReplacement, values: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array, tuple[Any, Any]]:
-    """(x, the weight, the dims of each that are contracted)."""
+    """Returns (x, the weight, (contracted dims of x, contracted dims of the weight))."""
     (lhs, rhs), _ = eqn.params["dimension_numbers"]
     return values[1 - dot.weight], values[dot.weight], (lhs, rhs) if dot.weight == 1 else (rhs, lhs)
 
@@ -190,7 +195,7 @@ def _site_key(key: OptionalKey, dot: DotReplacement) -> OptionalKey:
 
 @contextlib.contextmanager
 def _add_dot_names_to_errors(*dots: DotReplacement) -> Iterator[None]:
-    """An error inside says at which dots."""
+    """Adds the sites of the dots to a ValueError raised inside."""
     try:
         yield
     except ValueError as error:
@@ -202,7 +207,7 @@ def _add_dot_names_to_errors(*dots: DotReplacement) -> Iterator[None]:
 
 
 def _weight_dims_last_sharding(sharding: Any, ndim: int, side: int, free: int) -> Any:
-    """The sharding that a dot's result was asked for, with the `free` dims of its weight moved behind those of x."""
+    """Returns the requested sharding of a dot's result with the `free` dims of its weight moved after those of x."""
     if sharding is None or side == 1:
         return sharding
     entries = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
@@ -210,7 +215,7 @@ def _weight_dims_last_sharding(sharding: Any, ndim: int, side: int, free: int) -
 
 
 def _jit(eqn: JaxprEqn, inner: JaxprFn) -> JaxprFn:
-    """`inner` under jit, with the name and the shardings of the user's own."""
+    """Wraps `inner` in jit, with the name and the shardings of the user's jit."""
     ins, outs = eqn.params["in_shardings"], eqn.params["out_shardings"]
 
     def call(key: OptionalKey, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -221,7 +226,7 @@ def _jit(eqn: JaxprEqn, inner: JaxprFn) -> JaxprFn:
 
 
 def _shard_map(eqn: JaxprEqn, inner: JaxprFn) -> JaxprFn:
-    """`inner` under the user's own shard_map; the key goes in whole, and is folded with the device's place inside."""
+    """Wraps `inner` in the user's shard_map. The key is replicated; inside it is folded with the device's index."""
     params = eqn.params
     mapped: JaxprFn = jax.shard_map(
         inner,
@@ -248,7 +253,7 @@ def _fold_in_iteration(key: OptionalKey, iteration: jax.Array) -> OptionalKey:
 
 
 def _constrain(values: Sequence[jax.Array], shardings: Sequence[jax.Array]) -> list[jax.Array]:
-    """The shardings that the user's jit asked for; those that it left open stay open."""
+    """Constrains values to the shardings of the user's jit; unspecified shardings stay unspecified."""
     return [
         lax.with_sharding_constraint(value, sharding) if isinstance(sharding, jax.sharding.Sharding) else value
         for value, sharding in zip(values, shardings, strict=True)

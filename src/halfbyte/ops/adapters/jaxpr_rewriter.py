@@ -161,10 +161,10 @@ def _refuse_idle_rules(policy: Policy, written: Sequence[Rule], used: set[Rule],
                 stacklevel=4,
             )
             continue
-        fits = [site for site in report.sites if site.path and rule.matches(site.path.partition("#")[0])]
-        if fits:
-            why = "; ".join(f"{site.path}: {site.skip_reason or f'decided as {site.recipe}'}" for site in fits)
-            why += f"; it is for layers {rule.layers}, and these are {_layers_of(fits)}" if rule.layers else ""
+        matched = [site for site in report.sites if site.path and rule.matches(site.path.partition("#")[0])]
+        if matched:
+            why = "; ".join(f"{site.path}: {site.skip_reason or f'decided as {site.recipe}'}" for site in matched)
+            why += f"; it is for layers {rule.layers}, and these are {_layers_of(matched)}" if rule.layers else ""
         else:
             weights = dict.fromkeys(site.path for site in report.sites if site.path)
             why = f"the weights of dots are {', '.join(weights) or 'none'}"
@@ -175,8 +175,8 @@ def _refuse_idle_rules(policy: Policy, written: Sequence[Rule], used: set[Rule],
 
 
 def _layers_of(sites: Sequence[DotReport]) -> str:
-    found = sorted({layer for site in sites for layer in site.layers or ()})
-    return ", ".join(map(str, found)) or "not known"
+    layers = sorted({layer for site in sites for layer in site.layers or ()})
+    return ", ".join(map(str, layers)) or "not known"
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["state"], meta_fields=["graph"])
@@ -211,9 +211,9 @@ class TracedArguments:
         opened = jax.tree.map(_split_module, (args, kwargs), is_leaf=_is_nnx) if modules else (args, kwargs)
         flat, tree = jax.tree_util.tree_flatten_with_path(opened)
         arrays, static, values = [], [], []
-        for at, (path, leaf) in enumerate(flat):
+        for index, (path, leaf) in enumerate(flat):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-                static.append((at, leaf))
+                static.append((index, leaf))
                 continue
             arrays.append(leaf)
             weights = path[0].idx == 0 and path[1].idx in argnums
@@ -225,8 +225,8 @@ class TracedArguments:
 
         def positional(*arrays: jax.Array) -> Any:
             leaves: list[object] = list(arrays)
-            for at, leaf in self.static:
-                leaves.insert(at, leaf)
+            for index, leaf in self.static:
+                leaves.insert(index, leaf)
             modules: list[Any] = []
             args, kwargs = jax.tree.map(
                 functools.partial(_merge_module, modules), jax.tree.unflatten(self.tree, leaves), is_leaf=_is_opened
@@ -244,9 +244,11 @@ class TracedArguments:
 
     def origins(self, patterns: Sequence[str]) -> list[Value]:
         """Returns the provenance of each array; None for those that are no weights."""
-        at = [i for i, value in enumerate(self.values) if isinstance(value, str)]
-        found = weight_origins([str(self.values[i]) for i in at], [self.arrays[i].shape for i in at], patterns)
-        by_index = dict(zip(at, found, strict=True))
+        indices = [i for i, value in enumerate(self.values) if isinstance(value, str)]
+        origins = weight_origins(
+            [str(self.values[i]) for i in indices], [self.arrays[i].shape for i in indices], patterns
+        )
+        by_index = dict(zip(indices, origins, strict=True))
         return [by_index.get(i, None if isinstance(v, str) else v) for i, v in enumerate(self.values)]
 
 
@@ -261,9 +263,9 @@ def _path(entries: tuple[Any, ...]) -> str:
     """Joins the entries by `/`, without the wrappers of NNX variables and named arrays around an array."""
     attributes = [getattr(entry, "name", None) for entry in entries]
     if "state" in attributes and attributes[-1] == "value":
-        at = attributes.index("state")
-        entries = (*entries[:at], *entries[at + 1 : -1])
-    if len(entries) > 1 and isinstance(entries[-1], jax.tree_util.FlattenedIndexKey):  # the array of a named one
+        state = attributes.index("state")
+        entries = (*entries[:state], *entries[state + 1 : -1])
+    if len(entries) > 1 and isinstance(entries[-1], jax.tree_util.FlattenedIndexKey):  # the array in a named array
         entries = entries[:-1]
     return jax.tree_util.keystr(entries, simple=True, separator="/")
 

@@ -97,33 +97,33 @@ def expand_named_policy(policy: Policy, jaxpr: Jaxpr, origins: Sequence[Value]) 
     the first weight that reads the data, unless later layers have a similar one, nor a weight that no other follows.
     """
     weights = {origin.path: origin for origin in origins if isinstance(origin, WeightOrigin)}
-    asked = [rule for rule in policy.rules if rule.pattern in _KINDS and not any(map(rule.matches, weights))]
-    if not asked:
+    named_rules = [rule for rule in policy.rules if rule.pattern in _KINDS and not any(map(rule.matches, weights))]
+    if not named_rules:
         return policy
     kinds = _kinds(weights, jaxpr, origins)
-    spelled = {rule: [path for path in weights if kinds.get(path) == _KINDS[rule.pattern]] for rule in asked}
-    if not any(spelled.values()):
+    expanded = {rule: [path for path in weights if kinds.get(path) == _KINDS[rule.pattern]] for rule in named_rules}
+    if not any(expanded.values()):
         return policy
     rules = list[Rule]()
     for rule in policy.rules:
-        escaped = [re.sub(r"([*?[])", r"[\1]", path) for path in spelled.get(rule, ())]
-        rules += [dataclasses.replace(rule, pattern=path) for path in escaped] if rule in spelled else [rule]
+        escaped = [re.sub(r"([*?[])", r"[\1]", path) for path in expanded.get(rule, ())]
+        rules += [dataclasses.replace(rule, pattern=path) for path in escaped] if rule in expanded else [rule]
     return dataclasses.replace(policy, rules=tuple(rules))
 
 
 def _kinds(weights: dict[str, WeightOrigin], jaxpr: Jaxpr, origins: Sequence[Value]) -> dict[str, str]:
-    used = _WeightUseWalk()
-    used.body(jaxpr, [TracedValue(value) for value in origins])
-    dots = {path: origin for path, origin in weights.items() if path in used.weights}
+    walk = _WeightUseWalk()
+    walk.body(jaxpr, [TracedValue(value) for value in origins])
+    dots = {path: origin for path, origin in weights.items() if path in walk.weights}
     dense = {p for p, w in dots.items() if not _ROUTER.search(w.name)}
-    mlps = {p for p in dense if _is_mlp(dots[p].name)} or used.hidden & dense
+    mlps = {p for p in dense if _is_mlp(dots[p].name)} or walk.hidden & dense
     others = dense - mlps
     layered = {p for p in others if dots[p].layers is not None}
     named = {p for p in others if _ATTENTION_NAMES.search(dots[p].name)}
     named = named & layered or named
-    rest = layered & used.followed
-    alike = {_NUMBERS.sub("", dots[p].name) for p in rest - used.first}  # a first layer too may read the data
-    rest -= {p for p in used.first if _NUMBERS.sub("", dots[p].name) not in alike}
+    rest = layered & walk.followed
+    alike = {_NUMBERS.sub("", dots[p].name) for p in rest - walk.first}  # a first layer too may read the data
+    rest -= {p for p in walk.first if _NUMBERS.sub("", dots[p].name) not in alike}
     return dict.fromkeys(mlps, "mlp") | dict.fromkeys(named or rest, "attention")
 
 
@@ -140,8 +140,8 @@ def is_expert(name: str) -> bool:
 def _is_mlp(name: str) -> bool:
     """Returns True for a weight in a scope of an MLP's name, also if it is called `value` as in attention."""
     folder = _MLP_FOLDER.search(name)
-    asked = name[: folder.start()] if folder else name
-    return bool(_MLP_NAMES.search(name)) and not _ATTENTION_NAMES.search(asked)
+    prefix = name[: folder.start()] if folder else name
+    return bool(_MLP_NAMES.search(name)) and not _ATTENTION_NAMES.search(prefix)
 
 
 class TracedValue(NamedTuple):
@@ -231,7 +231,7 @@ def _elementwise(operands: list[TracedValue]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class NumberedPath:
-    """A number in a path: the path with a placeholder in its position, and the number."""
+    """A number in a path: the path up to it with a placeholder for it, and the number."""
 
     template: str
     number: int
@@ -248,20 +248,22 @@ def weight_origins(paths: list[str], shapes: list[tuple[int, ...]], patterns: Se
     leaves.
     """
     names = leaf_names(paths)
-    places = [
+    candidates = [
         _by_pattern(p, patterns) if patterns else _numbered_paths(name) for p, name in zip(paths, names, strict=True)
     ]
-    members = _layer_counts(places)
+    members = _layer_counts(candidates)
     if not patterns:
-        places = [[place for place in found if not _is_mlp_part(place, members)] for found in places]
-        members = _layer_counts(places)
-    places = [found or _unnumbered_first(name, members) for name, found in zip(names, places, strict=True)]
-    members = _layer_counts(places)
-    found = [
-        _origin(path, shape, _select_layer_number(found, members), members, patterns)
-        for path, shape, found in zip(paths, shapes, places, strict=True)
+        candidates = [[path for path in numbered if not _is_mlp_part(path, members)] for numbered in candidates]
+        members = _layer_counts(candidates)
+    candidates = [
+        numbered or _unnumbered_first(name, members) for name, numbered in zip(names, candidates, strict=True)
     ]
-    return [dataclasses.replace(origin, name=name) for origin, name in zip(found, names, strict=True)]
+    members = _layer_counts(candidates)
+    origins = [
+        _origin(path, shape, _select_layer_number(numbered, members), members, patterns)
+        for path, shape, numbered in zip(paths, shapes, candidates, strict=True)
+    ]
+    return [dataclasses.replace(origin, name=name) for origin, name in zip(origins, names, strict=True)]
 
 
 def leaf_names(paths: Sequence[str]) -> list[str]:
@@ -304,7 +306,7 @@ def _origin(
 
 def _select_layer_number(found: list[NumberedPath], members: dict[str, set[int]]) -> NumberedPath | None:
     """Returns the outermost number that other paths vary, else the outermost."""
-    return next((place for place in found if len(members[place.template]) > 1), found[0] if found else None)
+    return next((path for path in found if len(members[path.template]) > 1), found[0] if found else None)
 
 
 def _numbered_paths(path: str) -> list[NumberedPath]:
@@ -320,15 +322,15 @@ def _is_mlp_part(place: NumberedPath, members: dict[str, set[int]]) -> bool:
 
 def _layer_counts(places: list[list[NumberedPath]]) -> dict[str, set[int]]:
     members: dict[str, set[int]] = {}
-    for place in (place for found in places for place in found):
-        members.setdefault(place.template, set()).add(place.number)
+    for path in (path for numbered in places for path in numbered):
+        members.setdefault(path.template, set()).add(path.number)
     return members
 
 
 def _unnumbered_first(path: str, members: dict[str, set[int]]) -> list[NumberedPath]:
     """Returns number 0 for a name without one: Haiku calls its layers linear, linear_1, linear_2."""
     parts = path.split("/")
-    families = ("/".join(parts[: at + 1]) + f"_{LAYER_PLACEHOLDER}" for at in range(len(parts)))
+    families = ("/".join(parts[: depth + 1]) + f"_{LAYER_PLACEHOLDER}" for depth in range(len(parts)))
     return [NumberedPath(family, 0) for family in families if 0 not in members.get(family, {0})]
 
 

@@ -1,8 +1,8 @@
-"""Which dots of a jaxpr become `qdot`, decided before anything runs.
+"""Plans which dots of a jaxpr become `qdot`, before anything runs.
 
-A plan mirrors a jaxpr: for each equation either nothing (run it as it is), a dot to replace, or plans for the jaxprs
-inside it. Deciding first, and running afterwards, keeps a site's name, and with it its random bits, apart from how
-often JAX traces a body.
+A plan mirrors a jaxpr: per equation nothing (run it unchanged), a dot to replace, or plans for the jaxprs inside it.
+JAX may trace a body any number of times. As the plan is complete before the jaxpr runs, the name of a site, and with it
+its random bits, do not depend on that number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from halfbyte.recipes import Policy, Recipe, Rule
 REMAT_PRIMITIVES = ("checkpoint", "remat", "remat2")
 JIT = ("jit", "pjit")
 _EINSUM = re.compile(r"([A-Za-z]+),([A-Za-z]+)->")  # of x and a weight
-NO_DOTS = {  # other primitives that multiply matrices, and why they are left
+NO_DOTS = {  # other primitives that multiply matrices, and why they are not replaced
     "ragged_dot": "it is a ragged dot, with one weight a group of tokens; recipes serve dots with one weight",
     "ragged_dot_general": "it is a ragged dot, with one weight a group of tokens; recipes serve dots with one weight",
     "conv_general_dilated": "it is a convolution; recipes serve dots",
@@ -63,27 +63,27 @@ class DotReplacement:
 
 @dataclass(frozen=True)
 class JaxprPlan:
-    """A plan for one jaxpr: one step an equation, and the order in which they run: dots of one x at once."""
+    """A plan for one jaxpr: one step per equation, and the order in which they run, with dots of one x grouped."""
 
     steps: tuple[Step | None, ...]
     order: ExecutionOrder
 
     @property
     def is_noop(self) -> bool:
-        """True if nothing in it is replaced."""
+        """Returns True if the plan replaces nothing."""
         return all(step is None for step in self.steps)
 
 
 @dataclass(frozen=True)
 class NestedPlans:
-    """Plans for the jaxprs inside an equation: one for jit, remat and while, one a branch for cond."""
+    """Plans for the jaxprs inside an equation: one for jit, remat and while, one per branch for cond."""
 
     bodies: tuple[JaxprPlan, ...]
 
 
 @dataclass(frozen=True)
 class ScanSegments:
-    """A scan as one scan a segment of its iterations: (start, stop, plan of the body)."""
+    """A scan split into one scan per segment of its iterations: (start, stop, plan of the body)."""
 
     segments: tuple[tuple[int, int, JaxprPlan], ...]
 
@@ -93,9 +93,7 @@ Step = DotReplacement | NestedPlans | ScanSegments
 
 @dataclass
 class RewritePlanner:
-    """One walk over a jaxpr. Collects the sites, the rules that decided something, and how often each weight was
-    used.
-    """
+    """Plans a jaxpr in one walk. Collects the sites, the rules that decided a dot, and the uses of each weight."""
 
     policy: Policy
     backend: str = "auto"
@@ -107,15 +105,15 @@ class RewritePlanner:
     backward: bool = False
 
     def body(self, jaxpr: Jaxpr, values: Sequence[Value], frozen: str = "") -> JaxprPlan:
-        """The plan of a jaxpr whose inputs have these values.
+        """Returns the plan of a jaxpr whose inputs have these values.
 
-        `frozen` is the reason why nothing inside may be replaced, if there is one.
+        `frozen` is the reason why nothing inside may be replaced, empty if dots may be.
         """
         env = dict(zip(jaxpr.invars, values, strict=True))
         steps, reported = list[Step | None](), list[int]()
         outer = self.backward
         for eqn in jaxpr.eqns:
-            # JAX marks what reverse mode made in the name stack, which inside a body starts anew.
+            # Reverse mode marks its equations in the name stack, which starts empty inside a body.
             self.backward = outer or "transpose(" in str(eqn.source_info.name_stack)
             operands = [read_variable(env, var) for var in eqn.invars]
             steps.append(self._equation(eqn, operands, frozen))
@@ -179,7 +177,7 @@ class RewritePlanner:
             segments.append((start, stop, body))
         self.runs = outer
         if len(segments) > 1 and len({body for _, _, body in segments}) == 1:
-            # No rule tells the layers apart after all: one scan, reported once.
+            # No rule distinguishes the layers after all: one scan, reported once.
             del self.sites[sites:]
             self.uses, self.runs = dict(before), outer * length
             segments = [(0, length, self.body(called_jaxpr(eqn), inputs))]
@@ -199,10 +197,8 @@ class RewritePlanner:
             )
 
     def _scan_split_points(self, xs: Sequence[Value], length: int) -> list[int]:
-        """Where a scan's iterations may have to be told apart: the bounds of every rule by layer that fits a stacked
-        leaf.
-        """
-        cuts = {0, length}
+        """Returns where a scan may have to be split: the bounds of every rule by layer that matches a stacked leaf."""
+        bounds = {0, length}
         for origin in xs:
             if not isinstance(origin, WeightOrigin) or not origin.stacked or not origin.layers or not origin.num_layers:
                 continue
@@ -210,13 +206,13 @@ class RewritePlanner:
                 if rule.layers is not None and rule.matches(origin.path):
                     covered = rule.layer_range(origin.num_layers)
                     inside = [i for i, layer in enumerate(origin.layers) if layer in covered]
-                    cuts |= {inside[0], inside[-1] + 1} if inside else set()
-        return sorted(cuts)
+                    bounds |= {inside[0], inside[-1] + 1} if inside else set()
+        return sorted(bounds)
 
     def _group_dots(self, jaxpr: Jaxpr, steps: Sequence[Step | None]) -> ExecutionOrder:
-        """Dots of one x run at once where they have one recipe and one dtype, and no axis is explicit or manual."""
+        """Groups dots of one x with the same recipe and dtype, if no axis is explicit or manual."""
         dots, eqns = {i: step for i, step in enumerate(steps) if isinstance(step, DotReplacement)}, jaxpr.eqns
-        alike = {
+        fusable = {
             i: (dot.recipe, eqns[i].params["dimension_numbers"][0][1 - dot.weight], aval(eqns[i].outvars[0]).dtype)
             for i, dot in dots.items()
             if eqns[i].params["out_sharding"] is None
@@ -224,14 +220,14 @@ class RewritePlanner:
         }
 
         def fuses(*three: int) -> bool:
-            return all(i in alike for i in three) and _can_fuse_swiglu(
+            return all(i in fusable for i in three) and _can_fuse_swiglu(
                 [(eqns[i], dots[i]) for i in three], self.backend
             )
 
-        return DotGrouper(eqns, jaxpr.outvars, {i: 1 - dot.weight for i, dot in dots.items()}, alike, fuses).order()
+        return DotGrouper(eqns, jaxpr.outvars, {i: 1 - dot.weight for i, dot in dots.items()}, fusable, fuses).order()
 
     def _keep_dot(self, eqn: JaxprEqn, values: Sequence[Value], why: str) -> None:
-        """Reports a dot that stays as it is: its weight is the right operand if that is one, else the left."""
+        """Reports a dot that is not replaced. Its weight is the right operand if that is a weight, else the left."""
         lhs, rhs = (aval(var) for var in eqn.invars[:2])
         origin = next((value for value in reversed(values) if isinstance(value, WeightOrigin)), None)
         name = None if origin is None else self._name(origin)
@@ -250,9 +246,9 @@ class RewritePlanner:
             return None
         if rule is None or rule.recipe is None:
             self.used |= {rule} if rule else set()
-            leave = f"no rule matches {origin.path}" if rule is None else f"rule {rule.pattern!r} leaves it alone"
-            leave += "; named policies leave routers and experts" if rule is None and is_expert(origin.name) else ""
-            self._keep_dot(eqn, [origin], leave)
+            reason = f"no rule matches {origin.path}" if rule is None else f"rule {rule.pattern!r} leaves it alone"
+            reason += "; named policies leave routers and experts" if rule is None and is_expert(origin.name) else ""
+            self._keep_dot(eqn, [origin], reason)
             return None
         if self.backward:
             raise ValueError(
@@ -266,13 +262,14 @@ class RewritePlanner:
             return None
         self.used.add(rule)
         name = self._name(origin)
-        made, layers = rule.recipe.name, _layers_at(origin)
-        self.sites.append(DotReport(name, lhs.shape, rhs.shape, made, "", layers, self.runs, forward_only=untrained))
+        recipe, layers = rule.recipe.name, _layers_at(origin)
+        self.sites.append(DotReport(name, lhs.shape, rhs.shape, recipe, "", layers, self.runs, forward_only=untrained))
         return DotReplacement(side, rule.recipe, name)
 
     def _choose(self, values: list[Value]) -> tuple[int, WeightOrigin | None, Rule | None]:
-        """The operand that is the weight, and its rule. Of two, the one with a rule; of those the one that is a leaf
-        itself; of those the right one.
+        """Returns the side of the weight operand, its origin and its rule.
+
+        Of two weights, the one with a rule, then the one that is an unmodified leaf, then the right one.
         """
         weights = [
             (side, value, self._rule(value)) for side in (1, 0) if isinstance(value := values[side], WeightOrigin)
@@ -281,7 +278,7 @@ class RewritePlanner:
         return weights[0] if weights else (1, None, None)
 
     def _name(self, origin: WeightOrigin) -> str:
-        """The path, numbered from the second use on: no two uses of a weight share random bits."""
+        """Returns the path, numbered from the second use on, so that no two uses of a weight share random bits."""
         count = self.uses[origin.path] = self.uses.get(origin.path, 0) + 1
         return origin.path if count == 1 else f"{origin.path}#{count}"
 
@@ -306,7 +303,10 @@ class RewritePlanner:
         return rules.pop()
 
     def _check_stacks(self, rules: list[Rule], origin: WeightOrigin) -> None:
-        """One rule's layers are those of one stack: another length may be experts, or another part of the model."""
+        """Raises ValueError if a rule by layer matches stacks of different lengths.
+
+        The other stack may hold experts, or belong to another part of the model.
+        """
         for rule in rules:
             other = self.stacks.setdefault(rule, origin)
             if other.num_layers != origin.num_layers and not (_has_number(other) and _has_number(origin)):
@@ -319,20 +319,21 @@ class RewritePlanner:
 
 
 def _layers_at(origin: WeightOrigin | None) -> range | None:
-    """The layers that a dot runs for. A leaf that is multiplied whole is no stack of them, whatever its dims."""
+    """Returns the layers that a dot runs for. A leaf that is multiplied whole is not a stack, whatever its dims."""
     return None if origin is None or origin.stacked else origin.layers
 
 
 def _is_ensemble(eqn: JaxprEqn, side: int) -> bool:
-    """Whether a vmap over weights has made this dot: one dim of them, the first, runs over its members."""
+    """Returns True if a vmap over weights produced this dot: dim 0 of the weight runs over its members."""
     contracted, weight = eqn.params["dimension_numbers"][0][side], aval(eqn.invars[side])
     mapped = "vmap(" in str(eqn.source_info.name_stack)
     return mapped and 0 not in contracted and weight.ndim - len(contracted) > 1 and not _is_as_written(eqn, side)
 
 
 def _is_as_written(eqn: JaxprEqn, side: int) -> bool:
-    """Whether this is the dot of an einsum of x and a weight whose subscripts name all dims of the weight: what a vmap
-    has added is x's then. They stand in the name stack.
+    """Returns True if the dot is an einsum of x and a weight whose subscripts name all dims of the weight.
+
+    Dims added by a vmap then belong to x. The subscripts are in the name stack.
     """
     written = _EINSUM.findall(str(eqn.source_info.name_stack))
     if not written or len(written[-1][1]) != aval(eqn.invars[side]).ndim:
@@ -343,8 +344,9 @@ def _is_as_written(eqn: JaxprEqn, side: int) -> bool:
 
 
 def _can_fuse_swiglu(dots: Sequence[tuple[JaxprEqn, DotReplacement]], backend: str) -> bool:
-    """Whether the passes that serve gate, up and down on this device hold silu(g) * u: all of one dtype and one recipe,
-    x [..., inputs] times a matrix [inputs, outputs].
+    """Returns True if the quantize passes of gate, up and down on this device compute silu(g) * u.
+
+    All must have one dtype and one recipe, and multiply x [..., inputs] by a matrix [inputs, outputs].
     """
     passes, recipes = [], [dot.recipe for _, dot in dots]
     x_dtype = aval(dots[0][0].invars[0]).dtype
@@ -360,7 +362,7 @@ def _can_fuse_swiglu(dots: Sequence[tuple[JaxprEqn, DotReplacement]], backend: s
             return False
         try:
             passes.append(plan_linear(x, w, dot.recipe, ExecutionConfig(backend)).choice.passes)
-        except ValueError:  # nobody serves it: where it runs, that is said
+        except ValueError:  # no backend supports it: raised where the dot runs
             return False
     return shared_gated_passes(passes, SILU, recipes) is not None
 
@@ -370,7 +372,7 @@ def _has_number(origin: WeightOrigin) -> bool:
 
 
 def _unblockable(eqn: JaxprEqn, side: int, recipe: Recipe) -> tuple[str | None, str]:
-    """(why the recipe cannot cut this weight into blocks at all, why it can do so only without gradients)."""
+    """Returns (why the recipe's blocks do not divide this weight, why they do so only without gradients)."""
     (lhs, rhs), _ = eqn.params["dimension_numbers"]
     x, w = aval(eqn.invars[1 - side]), aval(eqn.invars[side])
     contracted = (lhs, rhs)[side]

@@ -1,4 +1,4 @@
-"""What a rewrite did: one entry for each dot product of the function, replaced or left, and why."""
+"""Report of a rewrite: one entry per dot product of the function, with its recipe or why it was not replaced."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _SHOWN: set[str] = set()
 
 @dataclass(frozen=True)
 class DotReport:
-    """One dot product: the weight that reaches it, its recipe, or the reason why it was left alone.
+    """One dot product: the path of its weight, and its recipe or the reason why it was not replaced.
 
-    `layers` are the layers it runs for, where they are known; `runs` is how often it runs (the lengths of the scans
-    around it). `forward_only` says why it has no gradient at this number of tokens, if it has none. `shares_x` are the
-    dots that read the same x, which is quantized once for all of them; `swiglu_of` gate and up, where the passes that
-    make this dot's operands compute silu(gate) * up, with the roundings of `halfbyte.mlp`.
+    `layers`: the layers it runs for, None if unknown. `num_executions`: how often it runs (the product of the lengths
+    of the scans around it). `forward_only`: why it has no gradient at this number of tokens, empty if it has one.
+    `shares_x`: the other dots that read the same x, which is quantized once for all of them. `swiglu_of`: gate and up,
+    if this dot's quantize passes compute silu(gate) * up, with the roundings of `halfbyte.mlp`.
     """
 
     path: str | None
@@ -49,12 +49,12 @@ class RewriteReport:
 
     @property
     def replaced(self) -> tuple[DotReport, ...]:
-        """The dots that now run in a recipe."""
+        """Returns the dots that run in a recipe."""
         return tuple(site for site in self.sites if site.recipe)
 
     @property
     def skipped(self) -> tuple[DotReport, ...]:
-        """The dots that run as they were written."""
+        """Returns the dots that were not replaced."""
         return tuple(site for site in self.sites if not site.recipe)
 
     def __str__(self) -> str:

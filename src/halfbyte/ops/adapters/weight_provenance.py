@@ -1,10 +1,10 @@
-"""Which argument leaf a value of a jaxpr is: followed through everything that depends on weights alone.
+"""Provenance of the values of a jaxpr: which argument leaf (weight) each value comes from.
 
-A jaxpr holds no parameter names. So each variable has one of three values: a `WeightOrigin` (a weight: the leaf's path,
-and, if the leaf is a stack of layers, which layers the value holds), `CONSTANT` (it depends on no argument at all), or
-None (data took part in it). A weight that is moved, cut, cast, scaled, masked, padded, gathered or normalised stays
-that weight; the first operation that mixes data in makes an activation. Two operations take data and still give a
-weight: a slice of one at a traced position, and a choice between several.
+A jaxpr has no parameter names. So this module propagates one of three values through it. A `WeightOrigin` is a
+weight: the leaf's path, and, if the leaf is a stack of layers, which of them the value holds. `CONSTANT` depends on no
+argument. None depends on data. A weight that is transposed, sliced, cast, scaled, masked, padded, gathered or
+normalised stays that weight. An operation that also reads data gives an activation, with two exceptions: a slice of a
+weight at a traced index, and a choice (cond) between several weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROUNDS = 8  # of a loop's fixed point: a value can only fall from constant to w
 
 
 class ConstantValue:
-    """The value of what depends on no argument."""
+    """The provenance of a value that depends on no argument."""
 
     def __repr__(self) -> str:
         return "CONSTANT"
@@ -45,11 +45,12 @@ CONSTANT = ConstantValue()
 
 @dataclass(frozen=True)
 class WeightOrigin:
-    """A leaf's path; the layers that the value holds, of how many; whether its dim 0 still runs over those layers;
-    whether it is the leaf itself, moved or scaled, rather than computed from it; and its name, by which it is
-    recognised: the path without what a framework puts around an array.
+    """A weight leaf and the layers of it that a value holds.
 
-    `layers` is None where a layer number cannot be known: an index that is traced, a reshaped stack.
+    `path`: the leaf's path. `layers`: the layers that the value holds, None if unknown (a traced index, a reshaped
+    stack). `num_layers`: the number of layers of the stack or model. `stacked`: dim 0 of the value runs over `layers`.
+    `is_unmodified`: the value is the leaf itself, transposed or scaled, not computed from it. `name`: the path without
+    the wrappers that a framework puts around an array; the structure of a model is read from it.
     """
 
     path: str
@@ -60,11 +61,11 @@ class WeightOrigin:
     name: str = ""
 
     def unstacked(self) -> WeightOrigin:
-        """The same leaf, its layers no longer along dim 0, so that nobody can tell which is which."""
+        """Returns the origin with unknown layers, for a stack whose layers are no longer along dim 0."""
         return dataclasses.replace(self, stacked=False, layers=None) if self.stacked else self
 
     def computed(self) -> WeightOrigin:
-        """What was computed from it, no longer the leaf itself."""
+        """Returns the origin of a value that was computed from the leaf."""
         return dataclasses.replace(self.unstacked(), is_unmodified=False)
 
 
@@ -72,7 +73,7 @@ Value = WeightOrigin | ConstantValue | None
 
 
 def join_values(a: Value, b: Value) -> Value:
-    """What is known of a value that may be the one or the other."""
+    """Returns the provenance of a value that may be either `a` or `b`."""
     if a == b:
         return a
     if a is None or b is None:
@@ -82,7 +83,7 @@ def join_values(a: Value, b: Value) -> Value:
 
 
 def propagate_jaxpr(jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
-    """The values of a jaxpr's outputs, given those of its inputs."""
+    """Returns the provenance of a jaxpr's outputs from that of its inputs."""
     env = dict(zip(jaxpr.invars, values, strict=True))
     for eqn in jaxpr.eqns:
         env.update(
@@ -92,17 +93,17 @@ def propagate_jaxpr(jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
 
 
 def aval(var: Var | Literal) -> jax.ShapeDtypeStruct:
-    """What a jaxpr says of an array: its shape, dtype and sharding."""
+    """Returns the abstract value of a variable: shape, dtype and sharding."""
     return cast(jax.ShapeDtypeStruct, var.aval)
 
 
 def read_variable(env: dict[Var, Value], var: Var | Literal) -> Value:
-    """The value of a variable; literals and a jaxpr's own constants depend on nothing."""
+    """Returns the provenance of a variable. Literals and the jaxpr's constants are CONSTANT."""
     return CONSTANT if isinstance(var, Literal) else env.get(var, CONSTANT)
 
 
 def propagate_equation(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The values of an equation's results."""
+    """Returns the provenance of an equation's results."""
     name = eqn.primitive.name
     if name in CALL_PRIMITIVES:
         return propagate_jaxpr(called_jaxpr(eqn), values)
@@ -119,28 +120,28 @@ def propagate_equation(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
 
 
 def _choice(group: Sequence[Value]) -> Value:
-    found = group[0]
+    joined = group[0]
     for value in group[1:]:
-        found = join_values(found, value)
-    return found
+        joined = join_values(joined, value)
+    return joined
 
 
 def _operation(eqn: JaxprEqn, name: str, values: list[Value]) -> Value:
-    first = values[0] if values else CONSTANT
-    if name == "dynamic_slice" and isinstance(first, WeightOrigin):
-        return _dynamic_slice(eqn, first)
+    operand = values[0] if values else CONSTANT
+    if name == "dynamic_slice" and isinstance(operand, WeightOrigin):
+        return _dynamic_slice(eqn, operand)
     if any(value is None for value in values):
         return None
-    weights = [(at, value) for at, value in enumerate(values) if isinstance(value, WeightOrigin)]
+    weights = [(index, value) for index, value in enumerate(values) if isinstance(value, WeightOrigin)]
     if not weights:
         return CONSTANT
-    at, main = max(weights, key=lambda pair: (aval(eqn.invars[pair[0]]).size, pair[1].is_unmodified, -pair[0]))
+    index, main = max(weights, key=lambda pair: (aval(eqn.invars[pair[0]]).size, pair[1].is_unmodified, -pair[0]))
     if name in _IDENTITY_PRIMITIVES:
         return main
-    if name in _SHAPE_RULES and at == 0:
+    if name in _SHAPE_RULES and index == 0:
         return _SHAPE_RULES[name](eqn, main)
-    same = all(aval(out).shape == aval(eqn.invars[at]).shape for out in eqn.outvars)
-    if not same:
+    same_shape = all(aval(out).shape == aval(eqn.invars[index]).shape for out in eqn.outvars)
+    if not same_shape:
         return main.computed()
     return main if len(weights) == 1 else dataclasses.replace(main, is_unmodified=False)
 
@@ -173,8 +174,8 @@ def _slice(eqn: JaxprEqn, origin: WeightOrigin) -> WeightOrigin:
     if not origin.stacked or origin.layers is None:
         return origin
     stride = (eqn.params["strides"] or (1,))[0]
-    taken = origin.layers[eqn.params["start_indices"][0] : eqn.params["limit_indices"][0] : stride]
-    return dataclasses.replace(origin, layers=taken)
+    layers = origin.layers[eqn.params["start_indices"][0] : eqn.params["limit_indices"][0] : stride]
+    return dataclasses.replace(origin, layers=layers)
 
 
 def _dynamic_slice(eqn: JaxprEqn, origin: WeightOrigin) -> WeightOrigin:
@@ -210,7 +211,7 @@ def _flow_scan(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
 
 
 def scan_inputs(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
-    """The values of the inputs of a scan's body, for all of its iterations: constants, carries, slices."""
+    """Returns the provenance of the inputs of a scan's body over all iterations: constants, carries, slices."""
     consts, carries = scan_counts(eqn.params, eqn.invars)
     slices = [scan_slice_value(value, 0, eqn.params["length"]) for value in values[consts + carries :]]
     head, start = list(values[:consts]), list(values[consts : consts + carries])
@@ -222,17 +223,17 @@ def scan_inputs(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
 
 
 def scan_slice_value(value: Value, start: int, stop: int) -> Value:
-    """One iteration's slice, in start..stop-1, of what a scan runs over: some layers of a stack, or some other dim."""
+    """Returns the provenance of a scan's slice in iterations start..stop-1: one of those layers if it scans a stack."""
     if not isinstance(value, WeightOrigin) or not value.stacked:
         return value
     return dataclasses.replace(value, stacked=False, layers=None if value.layers is None else value.layers[start:stop])
 
 
 def loop_carry_values(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
-    """The values that a while loop's carry has in all of its iterations, and after them."""
-    first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-    body, consts = unclose_jaxpr(eqn.params["body_jaxpr"]), list(values[first:second])
-    return _iterate_to_fixpoint(lambda carry: propagate_jaxpr(body, consts + carry), list(values[second:]))
+    """Returns the provenance of a while loop's carry over all iterations and after the loop."""
+    cond_end, body_end = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    body, consts = unclose_jaxpr(eqn.params["body_jaxpr"]), list(values[cond_end:body_end])
+    return _iterate_to_fixpoint(lambda carry: propagate_jaxpr(body, consts + carry), list(values[body_end:]))
 
 
 def _iterate_to_fixpoint(step: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
@@ -245,21 +246,21 @@ def _iterate_to_fixpoint(step: Callable[[list[Value]], list[Value]], carry: list
 
 
 def called_jaxpr(eqn: JaxprEqn) -> Jaxpr:
-    """The one jaxpr that a call, a scan or a shard_map runs, opened."""
+    """Returns the jaxpr that a call, a scan or a shard_map runs, without its constants."""
     return unclose_jaxpr(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Every jaxpr among an equation's parameters, opened."""
-    found = []
+    """Returns every jaxpr among an equation's parameters, without its constants."""
+    jaxprs = []
     for value in jax.tree_util.tree_leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
-            found.append(unclose_jaxpr(value))
-    return found
+            jaxprs.append(unclose_jaxpr(value))
+    return jaxprs
 
 
 def unclose_jaxpr(value: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    """The jaxpr itself, of a jaxpr or of one closed over constants."""
+    """Returns the Jaxpr of a ClosedJaxpr, or the Jaxpr itself."""
     return value.jaxpr if hasattr(value, "consts") and hasattr(value, "jaxpr") else value
 
 
