@@ -93,9 +93,7 @@ class CheckpointManager(CheckpointReader):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         suppress_late_write_errors()
         context = ocp.Context()
-        context.array.saving.use_compression = (
-            False  # compression takes four times the CPU time and saves 7% on trained weights
-        )
+        context.array.saving.use_compression = False  # it takes four times the CPU time, for 7% of trained weights
         context.array.saving.enable_pinned_host_transfer = self._pinned
         install_abortable_barriers()
         policy = ocp.training.preservation_policies.AnyPreservationPolicy(self._policies)
