@@ -56,27 +56,27 @@ UNFINISHED = "*.orbax-checkpoint-tmp*"
 
 
 class CorruptCheckpointError(Exception):
-    """The bytes of a checkpoint are not those that were written. The message names the file or the arrays."""
+    """Raised if the bytes of a checkpoint are not those that were written. The message names the file or the arrays."""
 
 
 class MissingCheckpointFileError(CorruptCheckpointError):
-    """A file of a checkpoint is missing: the checkpoint is corrupt, or its run is deleting it."""
+    """Raised if a file of a checkpoint is missing: the checkpoint is corrupt, or its run is deleting it."""
 
 
 class CheckpointLoadError(CorruptCheckpointError):
-    """A checkpoint could not be loaded. Corrupt bytes raise the same error as a transient fault of the storage."""
+    """Raised if a checkpoint could not be loaded: by corrupt bytes, or by a transient fault of the storage."""
 
 
 class NonFiniteCheckpointError(CorruptCheckpointError):
-    """The bytes of a checkpoint are those that were written, and some values are not finite."""
+    """Raised if the bytes of a checkpoint are those that were written, but some values are not finite."""
 
 
 class CheckpointReadError(Exception):
-    """The storage could not read a checkpoint. It may be intact: it is never quarantined."""
+    """Raised if the storage could not read a checkpoint. It may be intact: it is never quarantined."""
 
 
 class CheckpointStructureError(ValueError):
-    """An intact checkpoint does not match the state to restore into."""
+    """Raised if an intact checkpoint does not match the state to restore into."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,10 @@ class ArrayDigest:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The step, its leaves by item (`params`, `optimizer`, ...), and `extra`: JSON of the caller (config, data
-    state)."""
+    """Record of a checkpoint: step, leaves by item (`params`, `optimizer`, ...), and `extra`.
+
+    `extra` is JSON of the caller (config, data state).
+    """
 
     step: int
     leaves: Mapping[str, Mapping[str, Mapping[str, Any]]]

@@ -39,7 +39,7 @@ class RunDirectoryLockedError(ValueError):
 
 
 class CheckpointDeletedError(ValueError):
-    """A checkpoint was deleted by its run while it was read."""
+    """Raised if a run has deleted a checkpoint while it was read."""
 
 
 class RunLock(contextlib.AbstractContextManager["RunLock"]):

@@ -43,7 +43,7 @@ class GroupExit(WireMessage):
 
 @dataclass(frozen=True)
 class Heartbeat(WireMessage):
-    """One heartbeat: `count` grows with each; `idle` is how many seconds this rank has been `doing` the same."""
+    """Heartbeat of a rank: `count` increases by 1 each time, `idle` is the seconds since the activity `doing` began."""
 
     count: int
     step: int

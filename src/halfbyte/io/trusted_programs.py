@@ -45,7 +45,7 @@ def trust_only_named_programs(arguments: Iterable[str] = ()) -> Iterator[None]:
 
 
 def _paths(text: str) -> Iterator[str]:
-    """Yields what may be a path: substrings that end in `.py:`, from the start of the text or after `=,;` or a blank."""
+    """Yields possible paths: substrings up to `.py`, from the start of the text or after `=`, `,`, `;` or blank."""
     for end in _ENDS.finditer(text):
         yield from (text[i : end.end()] for i in (0, *(mark.end() for mark in _STARTS.finditer(text, 0, end.end()))))
 

@@ -1,4 +1,4 @@
-"""The two ends of the model: token embedding and head weight.
+"""Token embedding and head weight.
 
 The embedding is read in the compute dtype, and its gradient is summed in float32: a common token is added to one row
 thousands of times a step, which bfloat16 would lose.

@@ -1,4 +1,4 @@
-"""The linears of a layer, through `ops.qdots` and `ops.mlp`.
+"""Linears and gated MLP of a layer, computed by `ops.qdots` and `ops.mlp`.
 
 Under `compute_dtype=float32` a linear that the policy does not quantize is a plain float32 product. The bf16 recipe
 would round its operands, and that mode exists to compare the model with another implementation to the last digits.

@@ -97,7 +97,7 @@ def open_batch_source(config: TrainConfig) -> BatchSource:
 
 
 class DataFitError(ValueError):
-    """A data set does not fit the run. `flags` of `halfbyte train` change the run so that it does."""
+    """Raised if a data set does not fit the run. `flags` of `halfbyte train` change the run so that it does."""
 
     def __init__(self, config: TrainConfig, problems: Sequence[tuple[str, tuple[str, str]]]):
         self.flags = tuple(word for _, flag in problems for word in flag)
@@ -147,7 +147,7 @@ def make_global_batch(rows: dict[str, np.ndarray], mesh: Mesh, *, batch: int) ->
     """Returns global arrays int32 [batch, seq] of which this process holds `rows`."""
     sharding = batch_sharding(mesh)
 
-    def place(local: np.ndarray) -> jax.Array:
+    def to_global(local: np.ndarray) -> jax.Array:
         shape = (batch, local.shape[1])
         host, hosts = host_shard(mesh, *shape)
         offset = host * (batch // hosts)
@@ -158,7 +158,7 @@ def make_global_batch(rows: dict[str, np.ndarray], mesh: Mesh, *, batch: int) ->
 
         return jax.make_array_from_callback(shape, sharding, shard)
 
-    return {name: place(np.asarray(value, np.int32)) for name, value in rows.items()}
+    return {name: to_global(np.asarray(value, np.int32)) for name, value in rows.items()}
 
 
 def run_validation(source: BatchSource, mesh: Mesh, evaluate: Callable[[Any], Any]) -> dict[str, float]:

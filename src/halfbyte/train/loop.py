@@ -53,7 +53,7 @@ class DivergedError(Exception):
 
 @dataclass
 class RunResult:
-    """How a run ended. `stopped` names the signal if it was asked to stop."""
+    """Result of a run. `stopped` is the name of the signal that stopped it, or None."""
 
     directory: Path
     step: int

@@ -33,7 +33,7 @@ MIN_WINDOW = 16
 
 
 class TrainingFault(Exception):
-    """The run cannot continue after a step. `in_memory`: memory has changed the weights; else the numbers diverged."""
+    """Raised if the run cannot continue after a step: a memory error in the weights (`in_memory`), or a divergence."""
 
     def __init__(self, step: int, reason: str, *, in_memory: bool = False):
         super().__init__(reason)

@@ -71,10 +71,10 @@ class OptimizerConfig:
             "mu_dtype": (self.mu_dtype in STATE_DTYPES, "float32 or bfloat16"),
             "nu_dtype": (self.nu_dtype in STATE_DTYPES, "float32 or bfloat16"),
         }
-        for name, (holds, wanted) in ranges.items():
+        for name, (holds, condition) in ranges.items():
             value = getattr(self, name)
             if not holds or (isinstance(value, float) and not math.isfinite(value)):
-                raise ValueError(f"optimizer.{name} must be {wanted}, got {value!r}")
+                raise ValueError(f"optimizer.{name} must be {condition}, got {value!r}")
 
 
 def adamw(config: OptimizerConfig, decay_mask: Any) -> optax.GradientTransformation:

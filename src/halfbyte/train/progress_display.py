@@ -219,7 +219,7 @@ def bucket_means(values: list[float], width: int) -> list[float]:
 
 
 def sparkline(values: list[float]) -> str:
-    """One bar a value, scaled from the lowest to the highest."""
+    """Returns one bar per value, scaled from the lowest to the highest value."""
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     return "".join(BARS[min(len(BARS) - 1, int((value - low) / span * len(BARS)))] for value in values)

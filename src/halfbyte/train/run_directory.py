@@ -1,4 +1,4 @@
-"""The run directory: opened for reading, checked against its seal, and written in a safe order.
+"""Run directory: opened for reading, checked against its seal, and written in an order that survives a kill.
 
 A run directory may come from anywhere. It holds regular files and directories only; what its seal (`run.json`) covers
 must be what the run wrote; files without a seal are reported; the data set must be the one that it was trained on; and
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 CONFIG_FILE, ORIGIN = "config.json", "huggingface"
 METRICS_FILE, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 SEALED = (CONFIG_FILE, "tokenizer.json", "data.json", IMPORT_RECORD_FILE)
-"""Files of the seal. Checkpoints have checksums of their own; ORIGIN holds the files of the folder that the run was
+"""Files of the seal. Checkpoints have separate checksums; ORIGIN holds the files of the folder that the run was
 imported, or started, from, and is sealed too."""
 LARGE_FILE_BYTES = 1 << 28  # bytes that take a while to hash
 RESTORE_HINT = "If the file was edited or damaged, restore it from a copy; a new run needs another directory"

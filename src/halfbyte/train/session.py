@@ -49,7 +49,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Session:
-    """A run that may start: data and mesh are opened, and all checks have passed."""
+    """Run that may start: data and mesh are opened, and all checks have passed."""
 
     config: TrainConfig
     existing_run: RunDirectory

@@ -1,4 +1,4 @@
-"""The train step: a pure function (state, batch) -> (state, metrics), and its compilation by XLA.
+"""Train step: a pure function (state, batch) -> (state, metrics), and its compilation by XLA.
 
 The loop runs this step, and the planner lowers the same one. The batch is split into `accumulate` microbatches; a scan
 sums their gradients in float32, each divided by the scored tokens of the *whole* step, so that the result does not
@@ -305,9 +305,9 @@ def loss_and_grads(
     def accumulate(params: Any, known: Any, micros: Batch) -> tuple[tuple[Any, Metrics], jax.Array | None]:
         def add(so_far: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             index, rows = micro
-            more, found = grads_of(params, known, rows, fold_in_microbatch(key, index))
+            more, micro_amaxes = grads_of(params, known, rows, fold_in_microbatch(key, index))
             total, seen = so_far
-            return (jax.tree.map(jnp.add, total, more), jax.tree.map(jnp.maximum, seen, found)), None
+            return (jax.tree.map(jnp.add, total, more), jax.tree.map(jnp.maximum, seen, micro_amaxes)), None
 
         sums = dict.fromkeys(SUMS, jnp.zeros((), jnp.float32))
         if config.model.experts:
