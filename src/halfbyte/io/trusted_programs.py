@@ -51,7 +51,10 @@ def _paths(text: str) -> Iterator[str]:
 
 
 def trust_program(path: str, what: str) -> str:
-    """Trusts the file that `what` names and returns its hash; UntrustedProgramError if only named programs may run."""
+    """Returns the hash of the file that `what` names, and trusts it from now on.
+
+    Where only named programs may run, raises UntrustedProgramError unless it is one of them.
+    """
     digest = program_digest(path)
     if not _ONLY_NAMED.get():
         _NAMED[digest] = path  # the last path: a file that was named before may have changed
