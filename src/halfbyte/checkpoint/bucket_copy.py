@@ -1,8 +1,8 @@
 """Copies a run directory to a bucket while the run trains (`train --copy-to URL`), and fetches it from there.
 
-Only one object under the URL is ever replaced, by compare and swap: the head, which lists all others. Those are stored
-under the run's name, with the sha256 of their content in their own, and are only created: first the parts of files,
-then the head that lists them. A kill at any moment leaves a head whose objects all exist.
+Only one object under the URL is ever replaced, by compare and swap: the head, which lists all other objects. Their keys
+have the run's name and the sha256 of their content, and they are only created: first the parts of files, then the head
+that lists them. A kill at any moment leaves a head whose objects all exist.
 """
 
 import base64
@@ -41,13 +41,13 @@ from halfbyte.io import (
 
 HEAD, OLD_HEAD = "halfbyte-copy.json", "head.json"  # the second: of versions whose runs lived in buckets
 FIELDS = {"run": str, "session": str, "writer": str, "where": str, "files": dict, "checkpoints": dict, "delete": dict}
-NAME = "copy-name"  # in the run directory: tells it, with its inode, from a copy made by hand
+NAME = "copy-name"  # in the run directory: with its inode it distinguishes the directory from a manual copy
 DIGEST, STEP = re.compile("[0-9a-f]{64}"), re.compile("0|[1-9][0-9]{0,17}")
 NOT_COPIED = {"checkpoints", "damaged", "profile", "wandb", LOCK_FILE, NAME}
 PART, GROWING_PART = 32 << 20, 1 << 20  # bytes; of a growing file the last part is sent again
 MAX_PART, MAX_HEAD = 1 << 30, 256 << 20  # bytes that are read at most
 MAX_DEPTH = 32  # directories of a path; Python's functions for trees of directories recurse
-WORKERS = 4  # files under way at once, each with one part in memory
+WORKERS = 4  # files that are transferred concurrently, one part of each in memory
 LOOK_S, RETRY_S = 0.5, 5.0
 PATIENCE_S = 300.0  # how long the end of a run waits for a store that does not answer
 Files = dict[str, list[list[Any]]]  # path -> its parts: [sha256, bytes, generation as base64]
@@ -66,7 +66,7 @@ def is_inside(path: str) -> bool:
 
 
 def seal(head: dict[str, Any]) -> bytes:
-    """JSON with its own sha256."""
+    """Returns the head as JSON with its sha256."""
     text = json.dumps(head, sort_keys=True)
     return json.dumps({"sha256": sha256(text.encode()), "content": text}).encode()
 
@@ -78,7 +78,7 @@ def read_head(objects: Objects) -> tuple[dict[str, Any] | None, bytes]:
         if objects.read(OLD_HEAD)[0] is not None:
             raise ValueError(f"{objects.url} holds the run of an earlier version: docs/buckets.md says how to read it")
         return None, generation
-    with suppress(LookupError, TypeError, AttributeError, ValueError):  # whatever JSON of any form leads to
+    with suppress(LookupError, TypeError, AttributeError, ValueError):  # any error that unexpected JSON can raise
         stored = parse_json(data, what=HEAD, most=MAX_HEAD)
         head = parse_json(stored["content"], what=HEAD, most=MAX_HEAD)
         listed = [head["files"], *(head["checkpoints"][str(int(step))] for step in head["checkpoints"])]
@@ -119,15 +119,15 @@ class Copy:
         self._thread.start()
 
     def _claim(self, take_over: bool) -> dict[str, Any]:
-        found, generation = read_head(self._objects)
-        if found and found["run"] != self._run:
-            is_empty = not found["checkpoints"] and not found["files"]
+        existing, generation = read_head(self._objects)
+        if existing and existing["run"] != self._run:
+            is_empty = not existing["checkpoints"] and not existing["files"]
             if not (is_empty and take_over):
                 ended = ", or, if that run has ended before its first checkpoint, add --copy-take-over"
                 held = f"--copy-to {self.url} holds another run; give this one another prefix"
                 raise ValueError(held + (ended if is_empty else ""))
-            found = None
-        head: dict[str, Any] = found or {name: kind() for name, kind in FIELDS.items()} | {"run": self._run}
+            existing = None
+        head: dict[str, Any] = existing or {name: kind() for name, kind in FIELDS.items()} | {"run": self._run}
         name = self._directory / NAME
         if not name.exists():
             atomic_write(name, uuid.uuid4().hex)
@@ -160,9 +160,9 @@ class Copy:
     def _commit(self, **changes: Any) -> None:
         """Replaces the head. With `keep`, objects that it no longer lists are then deleted, each by name. Raises
         ObjectChanged if the prefix or the run directory is no longer that of this process."""
-        head, (found, generation) = self._head | changes, read_head(self._objects)
-        own = {self._head["session"], head["session"]}  # the second: the answer to an earlier attempt was lost
-        if found is None or found["session"] not in own or found["writer"] != self._head["writer"]:
+        head, (stored, generation) = self._head | changes, read_head(self._objects)
+        own_sessions = {self._head["session"], head["session"]}  # the second: the answer to an earlier attempt was lost
+        if stored is None or stored["session"] not in own_sessions or stored["writer"] != self._head["writer"]:
             raise ObjectChanged(f"another process writes to {self.url}")
         if head["run"]:
             self._check_directory()
@@ -175,7 +175,7 @@ class Copy:
             self._objects.write(HEAD, sealed, generation)
         except ObjectChanged as error:  # perhaps by a write of this process that it gave up: the next attempt will see
             raise OSError(str(error)) from None
-        self._head, self._there = head, listed  # now: a deletion that fails leaves the rest to the next commit
+        self._head, self._there = head, listed  # before the deletions: the next commit repeats failed ones
         for key, written in head["delete"].items():
             try:
                 self._objects.write(key, None, base64.b64decode(written))
@@ -184,7 +184,7 @@ class Copy:
         self._head = head | {"delete": {}}
 
     def _keys(self, head: dict[str, Any]) -> dict[str, str]:
-        """key -> generation of every object that a head lists."""
+        """Returns key -> generation of every object that a head lists."""
         parts = ((p, part) for f in [head["files"], *head["checkpoints"].values()] for p in f for part in f[p])
         return {f"{self._run}/{path}@{digest}": generation for path, (digest, _, generation) in parts}
 
@@ -220,29 +220,29 @@ class Copy:
                     raise ValueError(f"{escape_control_chars(str(bad[0]))!r} {what}")
                 copied = self._upload(paths, PART)
             checkpoints = self._head["checkpoints"] | {new[-1]: copied}
-            kept = {*sorted(checkpoints, key=int)[-self._keep :], *self._checkpoints()}  # all of them without `keep`
-            kept |= {step for step in checkpoints if self._keep_every and int(step) % self._keep_every == 0}
-            checkpoints = {step: files for step, files in checkpoints.items() if step in kept}
+            kept_steps = {*sorted(checkpoints, key=int)[-self._keep :], *self._checkpoints()}  # all without `keep`
+            kept_steps |= {step for step in checkpoints if self._keep_every and int(step) % self._keep_every == 0}
+            checkpoints = {step: files for step, files in checkpoints.items() if step in kept_steps}
             self._commit(checkpoints=checkpoints, files=self._upload_around())
             self._waiting.discard(new[-1])
             self._say(f"copied checkpoint {new[-1]} to {self.url}")
         if is_end:
-            self._read.clear()  # the last look reads everything, whatever the clock of the file system says
+            self._read.clear()  # the last pass reads all files: their timestamps may be wrong
             self._commit(files=self._upload_around())
             self._commit(session="")  # the prefix is free once the deletions of the commit before are done
 
     def _checkpoints(self) -> list[str]:
-        """Steps of committed checkpoints in the run directory, oldest first."""
+        """Returns the steps of committed checkpoints in the run directory, oldest first."""
         lists = self._directory.glob(f"checkpoints/*/{FILE_LIST}")
         steps = sorted((path.parent.name for path in lists if STEP.fullmatch(path.parent.name)), key=int)
         self._waiting |= {step for step in steps if not self._is_copied(step, self._head)}
         return steps
 
     def _is_copied(self, step: str, head: dict[str, Any]) -> bool:
-        """Returns True if this checkpoint is in the bucket, not another of its step: each has its own list of files."""
+        """Returns True if this checkpoint, not another of the same step, is in the bucket: their file lists differ."""
         name = f"checkpoints/{step}/{FILE_LIST}"
-        place, parts = self._directory / name, head["checkpoints"].get(step, {}).get(name)
-        return bool(parts) and place.exists() and sha256(place.read_bytes()) == parts[0][0]
+        list_path, parts = self._directory / name, head["checkpoints"].get(step, {}).get(name)
+        return bool(parts) and list_path.exists() and sha256(list_path.read_bytes()) == parts[0][0]
 
     def _upload_around(self) -> Files:
         """Uploads the run's files outside of its checkpoints. Returns them with those that were copied before and are
@@ -267,19 +267,19 @@ class Copy:
     def _upload(self, paths: Iterable[Path], part: int) -> Files:
         """Uploads the regular files among `paths`. Those that the head lists, and that have not changed since they were
         read, are not read again."""
-        found = dict[str, Any]()
+        states = dict[str, Any]()
         for path in paths:
             with suppress(FileNotFoundError):  # removed meanwhile
                 facts = path.lstat()
                 if stat.S_ISREG(facts.st_mode):
                     state = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-                    found[self._name(path)] = state
+                    states[self._name(path)] = state
         listed = self._head["files"]  # of other files the parts may have been deleted
-        new = [name for name, facts in found.items() if self._read.get(name) != (facts, listed.get(name))]
+        new = [name for name, facts in states.items() if self._read.get(name) != (facts, listed.get(name))]
         with ThreadPoolExecutor(WORKERS) as pool:
             for name, parts in zip(new, pool.map(lambda name: self._upload_file(name, part), new)):
-                self._read[name] = found[name], parts
-        return {name: self._read[name][1] for name in found}
+                self._read[name] = states[name], parts
+        return {name: self._read[name][1] for name in states}
 
     def _name(self, path: Path) -> str:
         return os.fspath(path)[len(os.fspath(self._directory)) + 1 :]  # relative_to takes eight times as long
@@ -304,16 +304,16 @@ class Copy:
     def close(self) -> dict[str, Any]:
         """Copies what is left and releases the prefix. Reports, and returns, what is not in the bucket: `missing` is in
         the run directory, `removed` are the steps of checkpoints that the run has removed before they were copied."""
-        self._answered = time.monotonic()  # from here on the store may keep the end of the run waiting
+        self._answered = time.monotonic()  # start of the time that the end of the run waits for the store
         self._end.set()
         while self._thread.is_alive():
-            self._thread.join(1.0)  # in pieces, so that Ctrl-C ends it
+            self._thread.join(1.0)  # with a timeout, so that Ctrl-C can end it
         self._checkpoints()
-        here = {path.name for path in self._directory.glob("checkpoints/*")}
-        missing = [f"checkpoint {step}" for step in sorted(self._waiting & here, key=int)]
+        present = {path.name for path in self._directory.glob("checkpoints/*")}
+        missing = [f"checkpoint {step}" for step in sorted(self._waiting & present, key=int)]
         missing += [f"file {escape_control_chars(name)[:200]!r}" for name in sorted(self._strange)]
         missing += ["the last rows and files"] if self._failing else []
-        removed = sorted(map(int, self._waiting - here))
+        removed = sorted(map(int, self._waiting - present))
         lacks = missing + [f"checkpoint {step}, which the run has removed" for step in removed]
         free = f"{self.url} is free again: this run has ended before its first checkpoint"
         done = f"copied to {self.url}" if self._head["run"] else free
@@ -323,7 +323,7 @@ class Copy:
 
 def fetch(url: str, directory: Path, *, step: int | None, say: Say) -> dict[str, Any]:
     """Downloads a run with one checkpoint, the newest or that of `step`, into a directory that is new or empty.
-    Everything is verified and appears at once; a broken download is resumed by the next. Returns what was fetched."""
+    Files are verified and appear in one rename; the next call resumes a broken download. Returns what was fetched."""
     if directory.name in ("", ".."):
         raise ValueError(f"{directory} cannot be replaced by a download; name a new directory")
     objects = Objects(url)
@@ -353,28 +353,28 @@ def fetch(url: str, directory: Path, *, step: int | None, say: Say) -> dict[str,
 
 def _refuse_others(arriving: Path, expected: Set[str]) -> None:
     """Raises ValueError if a download that was resumed holds files or links that are not in the copy."""
-    found = (path for path in arriving.rglob("*") if path.is_symlink() or not path.is_dir())
-    there = {path.relative_to(arriving).as_posix() for path in found}
-    if other := there - expected - {LOCK_FILE}:
+    paths = (path for path in arriving.rglob("*") if path.is_symlink() or not path.is_dir())
+    present = {path.relative_to(arriving).as_posix() for path in paths}
+    if other := present - expected - {LOCK_FILE}:
         name = f"{arriving} holds {min(other)!r}, which is not in this copy"
         raise ValueError(f"{name}; give the --step that this download began with, or remove that directory")
 
 
 def _download(objects: Objects, run: str, path: str, parts: list[list[Any]], arriving: Path, say: Say) -> None:
-    """Writes one file, part by part. What is there already, and is what it should be, is not fetched again."""
-    place = arriving / path
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if place.parent.resolve() != arriving.resolve() / Path(path).parent:
-        raise ValueError(f"{place.parent} leads out of {arriving}; remove that directory")
-    with open(place, "r+b" if place.exists() else "x+b", opener=open_no_follow) as file:
+    """Downloads one file, part by part. Skips parts that an earlier download has written correctly."""
+    target = arriving / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.parent.resolve() != arriving.resolve() / Path(path).parent:
+        raise ValueError(f"{target.parent} leads out of {arriving}; remove that directory")
+    with open(target, "r+b" if target.exists() else "x+b", opener=open_no_follow) as file:
         for number, (digest, size, _) in enumerate(parts, 1):
-            at = file.tell()
+            offset = file.tell()
             if sha256(file.read(size)) != digest:
                 data, _ = objects.read(f"{run}/{path}@{digest}")
                 if data is None or sha256(data) != digest:
                     what = "is missing" if data is None else "is not what was written"
                     raise ValueError(f"{objects.url}/{run}/{path}@{digest} {what}; fetch another step, or restore it")
-                file.seek(at)
+                file.seek(offset)
                 file.write(data)
             if number % 32 == 0:
                 say(f"fetching: {number / len(parts):.0%} of {path}")

@@ -49,34 +49,34 @@ MIXERS = ((0x7FEB352D, 0x846CA68B), (0x2C1B3C6D, 0x297A2D39))
 FILE_LIST = "halfbyte-files.json"
 MAX_HASHED_BYTES = 1 << 20
 MAX_METADATA_BYTES = 64 << 20
-"""Of a file that is not array data: it is read in one piece."""
+"""Limit of a file that is not array data: it is read whole into memory."""
 ARRAYS = "d"
-"""Directory of the array database's data; each array has a checksum of its own."""
+"""Directory of the array data; the record has a checksum of each array."""
 UNFINISHED = "*.orbax-checkpoint-tmp*"
 
 
 class CorruptCheckpointError(Exception):
-    """The bytes of a checkpoint are not those that were written. The message names the file or the arrays."""
+    """Raised if the bytes of a checkpoint are not those that were written. The message names the file or the arrays."""
 
 
 class MissingCheckpointFileError(CorruptCheckpointError):
-    """A file of a checkpoint is missing: the checkpoint is corrupt, or its run is deleting it."""
+    """Raised if a file of a checkpoint is missing: the checkpoint is corrupt, or its run is deleting it."""
 
 
 class CheckpointLoadError(CorruptCheckpointError):
-    """A checkpoint could not be loaded. Corrupt bytes raise the same error as a transient fault of the storage."""
+    """Raised if a checkpoint could not be loaded: by corrupt bytes, or by a transient fault of the storage."""
 
 
 class NonFiniteCheckpointError(CorruptCheckpointError):
-    """The bytes of a checkpoint are those that were written, and some values are not finite."""
+    """Raised if the bytes of a checkpoint are those that were written, but some values are not finite."""
 
 
 class CheckpointReadError(Exception):
-    """The storage could not read a checkpoint. It may be intact: it is never quarantined."""
+    """Raised if the storage could not read a checkpoint. It may be intact: it is never quarantined."""
 
 
 class CheckpointStructureError(ValueError):
-    """An intact checkpoint does not match the state to restore into."""
+    """Raised if an intact checkpoint does not match the state to restore into."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,10 @@ class ArrayDigest:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The step, its leaves by item (`params`, `optimizer`, ...), and `extra`: JSON of the caller (config, data
-    state)."""
+    """Record of a checkpoint: step, leaves by item (`params`, `optimizer`, ...), and `extra`.
+
+    `extra` is JSON of the caller (config, data state).
+    """
 
     step: int
     leaves: Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -98,7 +100,7 @@ class CheckpointRecord:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all leaves, computed from the record."""
+        """Returns the bytes of all leaves, computed from the record."""
         leaves = (leaf for item in self.leaves.values() for leaf in item.values())
         return sum(math.prod(leaf["shape"]) * jnp.dtype(leaf["dtype"]).itemsize for leaf in leaves)
 
@@ -122,7 +124,7 @@ class CheckpointRecord:
             return cls(step=body["step"], leaves=body["leaves"], extra=dict(body["extra"]))
         except CheckpointStructureError:
             raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a CRC can be made for any content
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # any content can have a valid CRC
             raise CorruptCheckpointError(f"its record is none: {type(error).__name__} {error}") from None
 
 
@@ -157,9 +159,9 @@ def check_structure(record: CheckpointRecord, abstract: Mapping[str, Any]) -> No
             lines.append(f"{item}: not in the checkpoint")
             continue
         for name in sorted(set(stored) | set(expected)):
-            has, wants = _summary(stored.get(name)), _summary(expected.get(name))
-            if has != wants:
-                lines.append(f"{item}/{name}: checkpoint has {has}, this run wants {wants}")
+            actual, needed = _summary(stored.get(name)), _summary(expected.get(name))
+            if actual != needed:
+                lines.append(f"{item}/{name}: checkpoint has {actual}, this run wants {needed}")
     if lines:
         shown = "\n  ".join(lines[:12] + ([f"... and {len(lines) - 12} more"] if len(lines) > 12 else []))
         raise CheckpointStructureError(f"the checkpoint of step {record.step} does not fit this run:\n  {shown}")
@@ -222,8 +224,8 @@ def check_file_list(directory: Path) -> int:
     """Returns the bytes of all files. Raises CorruptCheckpointError, with the first file that is missing or has another
     size or CRC. Files of array data have a size only: their arrays are verified by checksums when they are read.
     A save that was interrupted before its list was written has none."""
-    found = _file_sizes_and_crcs(directory)
-    total = sum(facts["bytes"] for facts in found.values())
+    files = _file_sizes_and_crcs(directory)
+    total = sum(facts["bytes"] for facts in files.values())
     listed = directory / FILE_LIST
     if not listed.exists():
         return total
@@ -235,11 +237,11 @@ def check_file_list(directory: Path) -> int:
     except OSError as error:
         raise CheckpointReadError(f"file {FILE_LIST}: {shorten_error(error)}") from error
     for name, (size, digest) in listing.items():
-        if name not in found:
+        if name not in files:
             raise MissingCheckpointFileError(f"file {name} is missing")
-        if found[name]["bytes"] != size:
-            raise CorruptCheckpointError(f"file {name} has {found[name]['bytes']} bytes instead of {size}")
-        if digest is not None and found[name].get("crc32") != digest:
+        if files[name]["bytes"] != size:
+            raise CorruptCheckpointError(f"file {name} has {files[name]['bytes']} bytes instead of {size}")
+        if digest is not None and files[name].get("crc32") != digest:
             raise CorruptCheckpointError(f"file {name} is not what was written (its CRC differs)")
     return total
 
@@ -247,16 +249,16 @@ def check_file_list(directory: Path) -> int:
 def check_checkpoint_files_regular(directory: Path) -> None:
     """Raises UnreadableFile for what Orbax would block on or read whole when it lists the directory: neither a file nor
     a directory (a pipe), or a file that is not array data and far too large."""
-    inside = (Path(at, name) for at, folders, files in os.walk(directory) for name in (*folders, *files))
-    for path in sorted(inside):  # os.walk leaves out a folder that is deleted meanwhile; rglob would raise
+    paths = (Path(folder, name) for folder, folders, files in os.walk(directory) for name in (*folders, *files))
+    for path in sorted(paths):  # os.walk leaves out a folder that is deleted meanwhile; rglob would raise
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:  # deleted meanwhile
             continue
-        if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
             raise UnreadableFile(f"{path} is not a regular file; remove it, or restore it from a copy")
-        if stat.S_ISREG(found.st_mode) and found.st_size > MAX_METADATA_BYTES and path.parent.name != ARRAYS:
-            size = f"{found.st_size:,} bytes, more than {MAX_METADATA_BYTES:,}"
+        if stat.S_ISREG(status.st_mode) and status.st_size > MAX_METADATA_BYTES and path.parent.name != ARRAYS:
+            size = f"{status.st_size:,} bytes, more than {MAX_METADATA_BYTES:,}"
             raise UnreadableFile(f"{path} has {size}; remove its checkpoint, or restore it from a copy")
 
 

@@ -39,12 +39,14 @@ class RunDirectoryLockedError(ValueError):
 
 
 class CheckpointDeletedError(ValueError):
-    """A checkpoint was deleted by its run while it was read."""
+    """Raised if a run has deleted a checkpoint while it was read."""
 
 
 class RunLock(contextlib.AbstractContextManager["RunLock"]):
-    """Creates and locks `directory/.lock` until closed. Raises RunDirectoryLockedError, with the holder and the `flag`
-    for another directory, if another process holds it. `what` describes the directory; default a run directory."""
+    """Creates and locks `directory/.lock` until closed. `what` describes the directory; default a run directory.
+
+    Raises RunDirectoryLockedError if another process holds it, with that process and the `flag` for another directory.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], *, flag: str = "--run-dir", what: str = ""):
         self.path, self._flag = Path(directory) / LOCK_FILE, flag
@@ -57,7 +59,8 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 
     def _acquire(self) -> TextIO:
         for _ in range(MAX_LOCK_ATTEMPTS):
-            with contextlib.suppress(FileNotFoundError, FileExistsError):  # a holder that failed removes it now
+            # A failed start of another process may remove the directory meanwhile.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 file = open(self.path, "a+", encoding="utf-8", opener=open_no_follow)  # noqa: SIM115 (it is the lock)
                 self._lock(file)
@@ -85,7 +88,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             return False
 
     def is_held(self) -> bool:
-        """Returns True if the lock file is in place; False once the directory was removed, moved or replaced."""
+        """Returns True while the lock file exists; False once the directory was removed, moved or replaced."""
         return self._lock_file_unchanged(self._file)
 
     def close(self) -> None:
@@ -116,8 +119,10 @@ class PreserveLockedCheckpoints:
 
 @contextlib.contextmanager
 def hold_for_reading(directory: Path) -> Iterator[None]:
-    """Holds a shared lock on a checkpoint while it is read. Replaces any error by CheckpointDeletedError if the run has
-    deleted the checkpoint meanwhile."""
+    """Holds a shared lock on a checkpoint while it is read.
+
+    Raises CheckpointDeletedError instead of any other error if the run has deleted the checkpoint meanwhile.
+    """
     files = -1
     try:
         with _locked(directory, fcntl.LOCK_SH):

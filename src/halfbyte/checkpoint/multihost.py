@@ -36,17 +36,20 @@ class AbortableBarrierClient:
         return getattr(self._client, name)
 
     def begin(self, step: int) -> None:
-        """Begins a save of `step`, however the one before has ended."""
+        """Begins a save of `step`, regardless of how the last one ended."""
         self._begun[step] += 1
         self._failed = f"halfbyte/save/{step}/{self._begun[step]}/failed"
         self._num_edges, self._committed = 0, False
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> Any:
-        """As the client's."""
+        """Gets a value as the client does; raises OSError if a process has failed."""
         return self._wait_or_abort(lambda: self._client.blocking_key_value_get(key, timeout_ms))
 
     def wait_at_barrier(self, key: str, timeout_ms: int, **options: Any) -> None:
-        """As the client's. A process that reaches the end of a save without a commit has failed."""
+        """Waits at a barrier as the client does; raises OSError if a process has failed.
+
+        A process that reaches the end of a save without a commit has failed.
+        """
         if EDGE_BARRIER_PREFIX in key:
             self._num_edges += f"{EDGE_BARRIER_PREFIX}start" in key
             if self._num_edges == 2 and not self._committed:
@@ -57,8 +60,10 @@ class AbortableBarrierClient:
         self._committed = self._committed or COMMITTED in key
 
     def _wait_or_abort(self, act: Callable[[], Any]) -> Any:
-        """Returns act(). Raises OSError as soon as a process has failed. A wait in C++ cannot be interrupted: its
-        thread is left to its own timeout."""
+        """Returns act(). Raises OSError as soon as a process has failed.
+
+        A wait in C++ cannot be interrupted: its thread ends when the wait times out.
+        """
         result: Future[Any] = Future()
         threading.Thread(target=_set_future, args=(result, act), name="halfbyte-together", daemon=True).start()
         while True:
@@ -78,7 +83,7 @@ class AbortableBarrierClient:
 def _set_future(result: Future[Any], act: Callable[[], Any]) -> None:
     try:
         result.set_result(act())
-    except BaseException as error:  # raised where the result is asked for
+    except BaseException as error:  # `Future.result` raises it
         result.set_exception(error)
 
 
@@ -102,7 +107,7 @@ def announce_save(step: int) -> None:
 
 
 def all_gather_strings(text: str) -> list[str]:
-    """Returns the text of each process, by rank, cut to MAX_ERROR_BYTES. Every process must call it."""
+    """Returns the text of each process, by rank, truncated to MAX_ERROR_BYTES. Every process must call it."""
     if jax.process_count() == 1:
         return [text]
     mine = np.frombuffer(text.encode()[:MAX_ERROR_BYTES].ljust(MAX_ERROR_BYTES, b"\0"), np.uint8)
@@ -113,5 +118,5 @@ def join_errors(errors: list[str]) -> str:
     """Joins the errors of all processes into one sentence; empty if there is none."""
     if len(errors) == 1:
         return errors[0]
-    own = [f"process {rank}: {text}" for rank, text in enumerate(errors) if text and PEER_SAVE_FAILED not in text]
-    return "; ".join(own) or next(filter(None, errors), "")
+    failures = [f"process {rank}: {text}" for rank, text in enumerate(errors) if text and PEER_SAVE_FAILED not in text]
+    return "; ".join(failures) or next(filter(None, errors), "")

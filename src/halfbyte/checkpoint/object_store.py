@@ -1,4 +1,4 @@
-"""Objects under a prefix of S3 or Google Cloud Storage, through TensorStore. Nothing is ever listed."""
+"""Reads and writes objects under a prefix of S3 or Google Cloud Storage, through TensorStore. Never lists objects."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ RETRIES = {"max_retries": 2, "initial_delay": "200ms", "max_delay": "1s"}
 
 
 class ObjectChanged(ValueError):
-    """An object is not as this process knows it: another one wrote it."""
+    """Raised if another process has written an object."""
 
 
 class Objects:
@@ -29,7 +29,7 @@ class Objects:
     def _request(self, start: Callable[[], Any]) -> Any:
         try:
             return start().result(timeout=ANSWER_S)
-        except (ValueError, OSError, RuntimeError) as error:  # the types of TensorStore's errors, whatever failed
+        except (ValueError, OSError, RuntimeError) as error:  # all types that TensorStore raises
             raise OSError(
                 errno.EIO, f"the store does not do what is asked ({shorten_error(error)})", self.url
             ) from error
@@ -66,7 +66,7 @@ class Objects:
 
 
 def spec_of(url: str) -> dict[str, Any]:
-    """TensorStore's spec of an address, with what the environment says. Raises ValueError if it is no address."""
+    """Returns TensorStore's spec of an address, with settings from the environment; ValueError if it is invalid."""
     match = re.fullmatch(r"(s3|gs)://([A-Za-z0-9][\w.-]*)(?:/(.*))?", url)
     if match is None:
         raise ValueError(f"{url!r} is not the address of a bucket; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
@@ -80,7 +80,7 @@ def spec_of(url: str) -> dict[str, Any]:
     if driver == "s3":
         # Later versions of TensorStore send a write's condition to Amazon's own servers only, unless this is set.
         os.environ.setdefault("TENSORSTORE_S3_USE_CONDITIONAL_WRITE", "1")
-        if "AWS_ACCESS_KEY_ID" in os.environ:  # else the search for credentials logs every file that is not there
+        if "AWS_ACCESS_KEY_ID" in os.environ:  # without it the search for credentials logs every missing file
             context["aws_credentials"] = {"type": "environment"}
         if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
             region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"

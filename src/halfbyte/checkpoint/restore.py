@@ -34,13 +34,15 @@ from halfbyte.checkpoint.multihost import all_gather_strings
 READ_ATTEMPTS = 3
 MAX_DELETED_RETRIES = 20  # checkpoints that a run deletes under a reader, before the reader gives up
 RETRY_PAUSE_S = 0.5
-MAX_FILE_TO_ARRAY_RATIO = 4  # of a checkpoint's bytes in files to those of its arrays, or the reverse; it is about 1
+MAX_FILE_TO_ARRAY_RATIO = 4  # limit of file bytes / array bytes, and of its inverse; the ratio is about 1
 
 
 @dataclass(frozen=True)
 class RestoredCheckpoint:
-    """The restored step, the items in the caller's structure, the caller's JSON, and why newer checkpoints were
-    skipped."""
+    """A restored checkpoint: its items in the caller's structure and the caller's JSON.
+
+    `skipped` has the reason for each newer checkpoint that was skipped.
+    """
 
     step: int
     items: dict[str, Any]
@@ -49,7 +51,7 @@ class RestoredCheckpoint:
 
 
 class NoUsableCheckpointError(ValueError):
-    """There are checkpoints, and none can be used."""
+    """Raised if there are checkpoints, but none can be used."""
 
 
 class CheckpointReader:
@@ -91,9 +93,9 @@ class CheckpointReader:
             )
         if record.step != step:
             raise CorruptCheckpointError(f"it is the checkpoint of step {record.step}, under the name of step {step}")
-        theirs = record.extra.get("run")
-        if self._run is not None and theirs is not None and theirs != self._run:
-            raise CorruptCheckpointError(f"it belongs to another run ({theirs}; this one is {self._run})")
+        stored_run = record.extra.get("run")
+        if self._run is not None and stored_run is not None and stored_run != self._run:
+            raise CorruptCheckpointError(f"it belongs to another run ({stored_run}; this one is {self._run})")
         return record
 
     def run_of_newest(self) -> str | None:
@@ -102,7 +104,7 @@ class CheckpointReader:
             try:
                 return self.record(step).extra.get("run")
             except CorruptCheckpointError:
-                continue  # named when it is restored
+                continue  # restoring reports it
         return None
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> RestoredCheckpoint:
@@ -133,8 +135,8 @@ class CheckpointReader:
         """
         skipped: dict[int, str] = {}
         num_deleted = 0
-        while left := [step for step in self.steps() if step not in skipped]:
-            step = left[-1]
+        while candidates := [step for step in self.steps() if step not in skipped]:
+            step = candidates[-1]
             try:
                 restored, reason, kind = self._try(step, abstract)
             except CheckpointDeletedError:
@@ -160,11 +162,11 @@ class CheckpointReader:
         restored, reason, kind = None, "", "DAMAGED"
         try:
             restored = self._restore_with_retry(step, abstract)
-        except CorruptCheckpointError as damage:
-            reason = str(damage)
-            kind = "POISONED" if isinstance(damage, NonFiniteCheckpointError) else kind
-        bad = [rank for rank, words in enumerate(all_gather_strings("" if restored else "damaged")) if words]
-        if bad:  # one host's damage is everyone's
+        except CorruptCheckpointError as error:
+            reason = str(error)
+            kind = "POISONED" if isinstance(error, NonFiniteCheckpointError) else kind
+        bad = [rank for rank, text in enumerate(all_gather_strings("" if restored else "damaged")) if text]
+        if bad:  # all processes must restore the same step
             return None, reason or f"damaged as seen by process {', '.join(map(str, bad))}", kind
         return restored, reason, kind
 
@@ -181,7 +183,7 @@ class CheckpointReader:
                         "left where it is: mend the storage and start again"
                     ) from error
                 self._say(f"reading the checkpoint of step {step} failed ({error}); trying again")
-            except CheckpointLoadError:  # verified damage stays what it is; this may have been a passing error
+            except CheckpointLoadError:  # not verified damage: the error may be transient
                 if attempt == READ_ATTEMPTS:
                     raise
             time.sleep(RETRY_PAUSE_S)

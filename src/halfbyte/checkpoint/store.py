@@ -1,4 +1,4 @@
-"""Checkpoints of a run: Orbax writes them in the background, our own checksums verify them (`restore.py`).
+"""Checkpoints of a run: Orbax writes them in the background, checksums of Halfbyte verify them (`restore.py`).
 
 Orbax provides atomic commits (a kill during a save never costs the last good step), asynchronous writes and restores
 onto another mesh. This file adds: values that are not finite are not saved, corrupt checkpoints are quarantined, and a
@@ -93,7 +93,7 @@ class CheckpointManager(CheckpointReader):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         suppress_late_write_errors()
         context = ocp.Context()
-        context.array.saving.use_compression = False  # four times the processor time, for 7% of trained weights
+        context.array.saving.use_compression = False  # it takes four times the CPU time, for 7% of trained weights
         context.array.saving.enable_pinned_host_transfer = self._pinned
         install_abortable_barriers()
         policy = ocp.training.preservation_policies.AnyPreservationPolicy(self._policies)
@@ -163,7 +163,7 @@ class CheckpointManager(CheckpointReader):
         try:
             self._committed(step)
             write_file_list(self.directory / str(step))
-        except OSError as error:  # the checkpoint is committed; without its list the arrays are verified all the same
+        except OSError as error:  # the checkpoint is committed; restoring verifies the arrays also without the list
             self._say(f"the list of files of checkpoint {step} was not written: {shorten_error(error)}")
 
     def _can_copy_on_device(self, flat: Mapping[str, Any]) -> bool:
@@ -204,7 +204,7 @@ class CheckpointManager(CheckpointReader):
 
     def _report_failed_save(self, step: int, reason: str) -> None:
         self._say(f"CHECKPOINT of step {step} WAS NOT WRITTEN: {reason}; training goes on, the next save tries again")
-        self._orbax = self._open()  # the old object would raise this error once more
+        self._orbax = self._open()  # the old object would raise this error again
         self.remove_unfinished()
 
     def remove_unfinished(self) -> None:
@@ -368,7 +368,7 @@ def free_host_bytes(root: Path = Path("/")) -> float:
     with contextlib.suppress(OSError):
         group /= re.sub(r"^0::/*", "", (root / "proc/self/cgroup").read_text().splitlines()[-1])
     while group != root / "sys/fs":
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit of its own
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
             limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
             free.append(limit - used + sum(_numbers(r"^inactive_file (\d+)", group / "memory.stat")))
         group = group.parent

@@ -1,7 +1,7 @@
 """Detects the other processes of a run: from flags, or from the environment of Slurm, Open MPI or Kubernetes.
 
-The coordinator listens on loopback if the whole job is on one machine, else on the one address that its peers connect
-to; on other interfaces only with `--coordinator-bind`.
+The coordinator listens on loopback if the whole job is on one host, else on the one address that its peers connect to;
+on other interfaces only with `--coordinator-bind`.
 """
 
 import re
@@ -49,7 +49,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Arguments of `jax.distributed.initialize`. `local_devices` None: every device of the machine."""
+    """Arguments of `jax.distributed.initialize`. `local_devices` None: every device of the host."""
 
     source: str
     coordinator: str
@@ -60,7 +60,7 @@ class ClusterSpec:
 
 
 def detect_cluster(config: DistributedConfig, environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Returns the processes of this run; None for a single process and under Kubernetes, whose API JAX asks itself."""
+    """Returns the processes of this run; None for a single process and under Kubernetes, whose API JAX queries."""
     if config.coordinator:
         bind = config.coordinator_bind or config.coordinator
         return ClusterSpec("flags", config.coordinator, bind, config.processes, config.process)
@@ -77,7 +77,7 @@ def detect_cluster(config: DistributedConfig, environ: Mapping[str, str]) -> Clu
 
 
 def is_kubernetes_job(config: DistributedConfig, environ: Mapping[str, str]) -> bool:
-    """True in a pod of an indexed job, where each pod is one process."""
+    """Returns True in a pod of an indexed Kubernetes job, which has one process per pod."""
     is_allowed = config.cluster == "kubernetes" or (config.cluster == "auto" and not config.coordinator)
     return is_allowed and "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ
 
@@ -94,7 +94,7 @@ def _slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
-    """A whole number from the environment; ValueError, naming the variable, where it holds something else."""
+    """Returns an integer from the environment; ValueError, with the variable, if its value is none."""
     text = environ.get(name, default)
     if not re.fullmatch(r"\d{1,18}", text):
         raise ValueError(f"{name} is {text!r}, not a number; unset it, or give --distributed.cluster none")
@@ -123,12 +123,12 @@ def _openmpi(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _local_device_ids(local_rank: int, *, exclusive: bool) -> tuple[int, ...] | None:
-    """One device per task if a machine runs several tasks; None, all devices, if the task has the machine to itself."""
+    """Returns the device of this task if its host runs several tasks; None, all devices, if it runs only this one."""
     return None if exclusive else (local_rank,)
 
 
 def first_slurm_host(nodes: str) -> str:
-    """First name of a Slurm node list: `gpu[003-007,9],x1` -> `gpu003`."""
+    """Returns the first host of a Slurm node list: `gpu[003-007,9],x1` -> `gpu003`."""
     match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
     if match is None:
         raise ValueError(f"cannot read the Slurm node list {nodes!r}; give --distributed.coordinator HOST:PORT")

@@ -1,8 +1,8 @@
-"""Messages of a process group: heartbeats, the rank that stalls it, and how it ends.
+"""Messages of a process group: heartbeats, detection of the stalled rank, and the exit of the group.
 
 Collectives make every rank wait for the slowest, so the rank that hangs is not the one that raises an error. It is the
 rank without heartbeats, or else the one that is furthest behind. A group ends with one sentence and one exit code, the
-same on every rank: those that were written first.
+same on every rank: those of the rank that was the first to publish them.
 """
 
 import json
@@ -34,7 +34,7 @@ class WireMessage:
 
 @dataclass(frozen=True)
 class GroupExit(WireMessage):
-    """`rank`: the one that failed or was asked to stop; `sentence`: why; `code`: the exit code of every rank."""
+    """End of a group: `rank` that failed or got a signal, `sentence` with the reason, exit `code` of every rank."""
 
     rank: int
     sentence: str
@@ -43,7 +43,7 @@ class GroupExit(WireMessage):
 
 @dataclass(frozen=True)
 class Heartbeat(WireMessage):
-    """One heartbeat: `count` grows with each; `idle` is how many seconds this rank has been `doing` the same."""
+    """Heartbeat of a rank: `count` increases by 1 each time, `idle` is the seconds since the activity `doing` began."""
 
     count: int
     step: int
@@ -60,7 +60,7 @@ class WatchdogLimits:
 
 
 def exit_process(end: GroupExit) -> None:
-    """Prints the sentence and ends this process at once: a thread stuck inside a collective cannot be unwound."""
+    """Prints the sentence and ends this process at once: a thread that hangs in a collective cannot be unwound."""
     print(f"halfbyte: {end.sentence}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if sys.stderr.isatty():  # a live display hides the cursor and leaves its last line unfinished
@@ -71,8 +71,10 @@ def exit_process(end: GroupExit) -> None:
 def find_stalled_rank(
     beats: Mapping[int, Heartbeat], silent: Mapping[int, float], limits: WatchdogLimits
 ) -> tuple[int, str] | None:
-    """Returns (rank, sentence) of the rank that stalls the group; None if there is none. `silent`: seconds since the
-    heartbeat of each rank last changed."""
+    """Returns (rank, sentence) of the rank that stalls the group; None if there is none.
+
+    `silent` has the seconds since the heartbeat of each rank last changed.
+    """
     for rank, seconds in silent.items():
         beat = beats.get(rank)
         if seconds > limits.heartbeat_timeout_s and (beat is None or beat.doing != "done"):

@@ -21,7 +21,7 @@ from halfbyte.distributed.process_group import ProcessGroup
 from halfbyte.distributed.supervisor import exit_with_supervisor
 
 HEARTBEAT_TIMEOUT_FACTOR = 10
-"""Of JAX's own heartbeat, which ends a group without a message: `ProcessGroup` must notice first."""
+"""Timeout of JAX's heartbeat relative to that of `ProcessGroup`, which must be first: JAX gives no message."""
 
 
 def initialize_distributed(
@@ -57,7 +57,7 @@ def initialize_distributed(
 def _configure_cpu_collectives(config: DistributedConfig, *, many: bool) -> None:
     if config.cpu_devices:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
-        # A collective that waits for its peers holds a thread of XLA's CPU client, which has NPROC of them.
+        # A collective that waits for its peers blocks a thread of XLA's CPU client, which has NPROC threads.
         os.environ.setdefault("NPROC", str(max(16, 4 * config.cpu_devices)))
     if many:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -78,11 +78,11 @@ def _connect(config: DistributedConfig, peers: ClusterSpec) -> object:
 
 
 def _connect_kubernetes(config: DistributedConfig) -> ClusterSpec:
-    """JAX asks the Kubernetes API for the job's pods; the coordinator listens on its pod's address."""
-    jax.config.update("jax_enable_preemption_service", False)  # signals are the group's
+    """Connects through the Kubernetes API, which JAX queries; the coordinator listens on its pod's address."""
+    jax.config.update("jax_enable_preemption_service", False)  # `ProcessGroup` handles signals
     port = os.environ.setdefault("JAX_COORDINATOR_PORT", str(FIRST_PORT))
-    own = socket.gethostbyname(socket.gethostname())
-    bind = config.coordinator_bind or f"{own}:{port}"
+    address = socket.gethostbyname(socket.gethostname())
+    bind = config.coordinator_bind or f"{address}:{port}"
     try:
         jax.distributed.initialize(
             coordinator_bind_address=bind,
@@ -95,11 +95,11 @@ def _connect_kubernetes(config: DistributedConfig) -> ClusterSpec:
             "read pods and jobs, or give --distributed.coordinator HOST:PORT --distributed.processes N "
             "--distributed.process $(JOB_COMPLETION_INDEX)"
         ) from None
-    return ClusterSpec("kubernetes", f"{own}:{port}", bind, jax.process_count(), jax.process_index())
+    return ClusterSpec("kubernetes", f"{address}:{port}", bind, jax.process_count(), jax.process_index())
 
 
 def _check_port_is_free(address: str) -> None:
-    """A taken port would leave the other processes to die of SIGABRT; say it here, before they connect."""
+    """Raises ValueError if the port is in use: later, the other processes would end with SIGABRT."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""JAX's multi-process runtime and the signals of a process, without aborts.
+"""Connects to JAX's multi-process runtime and handles signals, without aborts.
 
 JAX's client aborts with a page of C++ stack when its coordinator goes away. It accepts a callback for that event, whose
 argument cannot be converted to Python (jaxlib 0.10), which ends in std::terminate. So a callback is passed, and
@@ -42,8 +42,10 @@ class _WithCallback:
 
 
 def on_terminate(act: Callable[[], None]) -> None:
-    """Makes std::terminate call `act`, which must not return. Does nothing if the C++ library is not libstdc++: the
-    process then aborts as before."""
+    """Makes std::terminate call `act`, which must not return.
+
+    Does nothing if the C++ library is not libstdc++: the process then aborts.
+    """
     try:
         library = ctypes.CDLL("libstdc++.so.6")
         handler = _TERMINATE(act)
@@ -79,7 +81,7 @@ def connect_distributed(
                 initialization_timeout=initialization_timeout_s,
                 heartbeat_timeout_seconds=heartbeat_timeout_s,
             )
-        except RuntimeError as error:  # std::bad_cast where the callback above was asked, else jaxlib's own
+        except RuntimeError as error:  # std::bad_cast if the callback above was called, else an error of jaxlib
             distributed.global_state.client = None  # or its shutdown at exit prints a traceback
             why = "" if "bad_cast" in str(error) else f" ({' '.join(str(error).split())[:200]})"
             raise ValueError(
@@ -98,12 +100,14 @@ def is_connected() -> bool:
 
 
 def shutdown_and_exit(code: int) -> None:
-    """Leaves the group and ends this process by os._exit. In Python's own shutdown C++ destroys what threads of
-    collectives still use: a segmentation fault, with its exit code instead of 75, after all output was written.
+    """Leaves the group and ends this process with os._exit.
+
+    During Python's shutdown C++ destroys objects that threads of collectives still use: a segmentation fault, with its
+    exit code instead of 75, after all output was written.
     """
     try:
         jax.distributed.shutdown()
-    except RuntimeError as error:  # a peer went first
+    except RuntimeError as error:  # a peer has left the group before
         print(f"halfbyte: the group had ended before this rank left it ({str(error).splitlines()[0]})", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -111,8 +115,10 @@ def shutdown_and_exit(code: int) -> None:
 
 
 class SignalHandler:
-    """Context manager of the main thread that calls `on_signal(name)` on a thread of its own for every signal.
-    `afterwards` is the handler that is installed on exit; None: the handler that was installed before."""
+    """Context manager of the main thread that calls `on_signal(name)` on a separate thread for every signal.
+
+    `afterwards` is the handler that is installed on exit; None: the handler that was installed before.
+    """
 
     def __init__(self, on_signal: Callable[[str], None], *, afterwards: Any = None):
         self.on_signal, self._afterwards = on_signal, afterwards
@@ -131,14 +137,14 @@ class SignalHandler:
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Python's handler: the wake-up pipe has already notified the thread."""
+        """Handles a signal in Python, after the wake-up pipe has notified the thread: a second SIGINT interrupts."""
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
 
     def _listen(self, reading: int) -> None:
         while content := os.read(reading, 64):
-            with contextlib.suppress(OSError):  # an earlier listener, if there is one, answers the terminal
+            with contextlib.suppress(OSError):  # forwards to the listener that was installed before, if there is one
                 os.write(self._old_fd, content)
             for number in content:
                 if number in WATCHED:

@@ -25,9 +25,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from halfbyte.devices import lookup
 
 DCN = "dcn."
-# The last axis varies fastest over devices: `tensor` talks most, so its members are neighbours on the fast links.
+# The last axis varies fastest over devices: `tensor` communicates most, so its devices are neighbors on fast links.
 DEFAULT_MESH_AXES = ("data", "fsdp", "context", "tensor")
-EXPERT_AXIS = "expert"  # only in meshes that name it: those of models without experts stay as they are
+EXPERT_AXIS = "expert"  # only in meshes that name it, so that meshes of models without experts do not have the axis
 ALL_MESH_AXES = (*DEFAULT_MESH_AXES[:2], EXPERT_AXIS, *DEFAULT_MESH_AXES[2:])
 NAMED_MESH_AXES = (*(DCN + axis for axis in ALL_MESH_AXES), *ALL_MESH_AXES)
 MeshShape = tuple[int, ...]
@@ -36,8 +36,9 @@ NO_SHARED_AUTOTUNING = "--xla_gpu_shard_autotuning=false"
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes by axis, in the order of NAMED_MESH_AXES, from text such as `fsdp=4,tensor=2` or `dcn.data=2,fsdp=4`, parts
-    between slices first; axes not named are left out. Empty text is one device.
+    """Parses text such as `fsdp=4,tensor=2` or `dcn.data=2,fsdp=4` to sizes by axis. Empty text is one device.
+
+    The sizes are in the order of NAMED_MESH_AXES, `dcn.` axes first; axes that are not named are left out.
     """
     sizes: dict[str, int] = {}
     for part in (piece.strip() for piece in text.split(",")):
@@ -54,22 +55,22 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_to_text(shape: Mapping[str, int]) -> str:
-    """The text that `parse_mesh` reads; axes of size 1 are left out."""
+    """Returns the text that `parse_mesh` reads; axes of size 1 are left out."""
     return ",".join(f"{axis}={shape[axis]}" for axis in NAMED_MESH_AXES if shape.get(axis, 1) > 1)
 
 
 def total_axis_sizes(shape: Mapping[str, int]) -> dict[str, int]:
-    """Sizes by axis, both parts of each multiplied; axes of size 1 are left out."""
+    """Returns the size of each axis over all slices (DCN size x ICI size); axes of size 1 are left out."""
     sizes = zip(ALL_MESH_AXES, dcn_shape(shape, ALL_MESH_AXES), ici_shape(shape, ALL_MESH_AXES), strict=True)
     return {axis: outer * inner for axis, outer, inner in sizes if outer * inner > 1}
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | np.ndarray | None = None) -> Mesh:
-    """A mesh over `devices` (default: every device of every process) with all of DEFAULT_MESH_AXES, each of type
-    Auto; axes not named have size 1. `expert` is one of its axes if it is larger than 1.
+    """Returns a mesh over `devices` (default: all devices of all processes) with all axes of DEFAULT_MESH_AXES.
 
-    Raises ValueError if the product of the sizes is not the number of devices, or if an axis leaves a slice without
-    `dcn.`. An array of devices is used in its own order, slice after slice, without the second check.
+    The axes have type Auto; those that are not named have size 1. The mesh has the axis `expert` if it is larger than
+    1. Raises ValueError if the product of the sizes is not the number of devices, or if an axis leaves a slice without
+    `dcn.`. An array of devices is used in its order, slice after slice, without the second check.
     """
     for axis in shape:
         _check_axis(axis.removeprefix(DCN))
@@ -96,7 +97,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | np.ndarr
 
 
 def axis_size(mesh: Mesh | AbstractMesh | None, axes: Sequence[str] | str) -> int:
-    """The number of shards over `axes` of `mesh` (1 without a mesh)."""
+    """Returns the number of shards over `axes` of `mesh` (1 without a mesh)."""
     if mesh is None:
         return 1
     axes = (axes,) if isinstance(axes, str) else axes
@@ -112,8 +113,9 @@ def default_shape(devices: Sequence[Any]) -> dict[str, int]:
 
 
 def slice_size(devices: Sequence[Any]) -> int | None:
-    """Returns how many of these devices fast links join; None if that is not known. The device table comes before
-    JAX, which may take a host for a slice.
+    """Returns the number of devices that fast links join; None if it is not known.
+
+    The device table takes precedence over JAX, which may report a host as a slice.
     """
     known = lookup(devices[0]).nvlink_domain
     if known is not None:
@@ -134,25 +136,26 @@ def ici_shape(shape: Mapping[str, int], axes: Sequence[str]) -> MeshShape:
 
 def check_slice_crossing(shape: Mapping[str, int], axes: Sequence[str], size: int | None) -> None:
     """Raises ValueError, with the mesh to write, if an axis without `dcn.` leaves a slice of `size` devices."""
-    inside = prod(ici_shape(shape, axes))
-    if size is None or inside <= size:
+    ici_size = prod(ici_shape(shape, axes))
+    if size is None or ici_size <= size:
         return
     crosses = next(axis for axis in axes if shape.get(axis, 1) > 1)
-    outer = -(-inside // size)
+    outer = -(-ici_size // size)
     while shape[crosses] % outer:
         outer += 1
-    rest = "".join(f",{axis}={shape[axis]}" for axis in axes if axis != crosses and shape.get(axis, 1) > 1)
+    others = "".join(f",{axis}={shape[axis]}" for axis in axes if axis != crosses and shape.get(axis, 1) > 1)
     inner = f",{crosses}={shape[crosses] // outer}" if shape[crosses] > outer else ""
     raise ValueError(
         f"mesh: {crosses}={shape[crosses]} would leave a slice of {size} devices, which fast links join, unseen; say "
-        f"which part does: {DCN}{crosses}={outer}{inner}{rest} is the same layout, {DCN}data={outer}{inner}{rest} "
+        f"which part does: {DCN}{crosses}={outer}{inner}{others} is the same layout, {DCN}data={outer}{inner}{others} "
         "copies parameters instead and talks once a step"
     )
 
 
 def create_hybrid_device_order(shape: Mapping[str, int], axes: Sequence[str], devices: Sequence[Any]) -> np.ndarray:
-    """Returns `devices` in the order of a mesh whose `dcn.` axes cross slices. Raises ValueError if the devices do not
-    have as many slices.
+    """Returns `devices` in the order of a mesh whose `dcn.` axes cross slices.
+
+    Raises ValueError if the devices do not have as many slices.
     """
     outer, inner = dcn_shape(shape, axes), ici_shape(shape, axes)
     for name in ("slice_index", "process_index"):
@@ -180,7 +183,7 @@ def interleave_slices(devices: np.ndarray, outer: MeshShape, inner: MeshShape) -
 
 @dataclass(frozen=True)
 class MockedDevices:
-    """The devices that this process sees. `label` belongs to every figure that is measured on them."""
+    """Devices that this process sees. Every figure that is measured on them must be given with `label`."""
 
     devices: int
     label: str
@@ -188,13 +191,12 @@ class MockedDevices:
 
 
 def mock_gpu_topology(count: int, environ: MutableMapping[str, str], *, gpu: bool) -> MockedDevices:
-    """Makes this process see `count` devices, to time a mesh without owning it: mocked, if it has a `gpu`, else that
-    many real devices of the CPU. Must run before the first use of a device.
+    """Makes this process see `count` devices, to time a mesh without its hardware. Must run before any device is used.
 
-    JAX's CUDA client is configured as one of `count` processes with one GPU each. A step is partitioned, autotuned and
-    scheduled for all of them, and at run time every collective is skipped: the compute time of one device is left.
-    Gathered arrays hold what was in memory, mostly zeros, so results are garbage, and GEMMs over zeros draw less power
-    and run faster than over numbers.
+    With a `gpu` the devices are mocked, else they are real CPU devices. JAX's CUDA client is configured as one of
+    `count` processes with one GPU each. A step is partitioned, autotuned and scheduled for all of them, but at run time
+    every collective is skipped, which leaves the compute time of one device. All-gathered arrays have uninitialized
+    memory, mostly zeros: results are garbage, and GEMMs over zeros draw less power and run faster.
 
     Arrays must be created inside jit or by `jax.make_array_from_callback`: `device_put` would wait for the other
     processes forever. Sharded autotuning would wait too (`--xla_gpu_shard_autotuning=false`).
@@ -214,11 +216,11 @@ def mock_gpu_topology(count: int, environ: MutableMapping[str, str], *, gpu: boo
 
 def check_mock(mock: MockedDevices) -> None:
     """Raises RuntimeError if JAX does not see the devices of `mock`: a figure would be of another mesh."""
-    here = 1 if mock.mocked else mock.devices
+    local = 1 if mock.mocked else mock.devices
     seen = jax.device_count(), jax.local_device_count()
-    if seen != (mock.devices, here):
+    if seen != (mock.devices, local):
         raise RuntimeError(
-            f"asked for {mock.devices} devices, {here} of them in this process, but JAX has {seen[0]} and {seen[1]}; "
+            f"asked for {mock.devices} devices, {local} of them in this process, but JAX has {seen[0]} and {seen[1]}; "
             "the mock must be set up before JAX touches a device"
         )
 

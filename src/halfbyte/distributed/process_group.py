@@ -1,8 +1,8 @@
 """Process group of a run: equal inputs on every rank, one last step, one error message and exit code.
 
-Ranks communicate through the key-value store of JAX's coordination service, on a thread of their own: it works before
-anything is compiled, and while the main thread is stuck in a collective. Every rank writes its heartbeat and reads how
-the group ends; rank 0 reads all heartbeats and finds the stalled rank. A group of one has no store, only the watchdog.
+Ranks communicate through the key-value store of JAX's coordination service, on a separate thread: it works before
+anything is compiled, and while the main thread hangs in a collective. Every rank writes its heartbeat and reads the
+exit of the group; rank 0 reads all heartbeats and finds the stalled rank. A single process has only the watchdog.
 """
 
 import faulthandler
@@ -37,7 +37,7 @@ class RankMismatchError(ValueError):
 
 
 class ProcessGroup:
-    """This process among `count`. `client` is that of the coordination service; None for a single process."""
+    """This process, one of `count`. `client` is that of the coordination service; None for a single process."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ProcessGroup:
 
     @property
     def activity(self) -> str:
-        """The activity that was reported last."""
+        """Returns the activity that was reported last."""
         return self._doing
 
     def _beat(self) -> Heartbeat:
@@ -110,13 +110,13 @@ class ProcessGroup:
         """Raises RankMismatchError with rank, field and both values, unless every rank passes the same facts."""
         if self._client is None:
             return
-        everyone = self.all_gather_json(topic, dict(facts))
+        facts_by_rank = self.all_gather_json(topic, dict(facts))
         lines = []
-        for rank, theirs in everyone.items():
-            for name in sorted(everyone[0].keys() | theirs.keys()):
-                mine, other = everyone[0].get(name), theirs.get(name)
-                if mine != other:
-                    lines.append(f"rank {rank} has {name} {_show(other)}, rank 0 has {_show(mine)}")
+        for rank, rank_facts in facts_by_rank.items():
+            for name in sorted(facts_by_rank[0].keys() | rank_facts.keys()):
+                expected, other = facts_by_rank[0].get(name), rank_facts.get(name)
+                if expected != other:
+                    lines.append(f"rank {rank} has {name} {_show(other)}, rank 0 has {_show(expected)}")
         if lines:
             raise RankMismatchError(
                 f"the ranks of this run disagree ({topic}):\n  " + "\n  ".join(lines[:12]) + "\n"
@@ -129,14 +129,16 @@ class ProcessGroup:
             return {self.rank: value}
         self._put(f"{topic}/{self.rank}", json.dumps(value))
         while True:
-            found = {int(key.rsplit("/", 1)[1]): text for key, text in self._list(topic)}
-            if len(found) == self.count:
-                return {rank: json.loads(found[rank]) for rank in sorted(found)}
-            time.sleep(0.05)  # one that has gone or stopped meanwhile ends the group by its silence
+            texts = {int(key.rsplit("/", 1)[1]): text for key, text in self._list(topic)}
+            if len(texts) == self.count:
+                return {rank: json.loads(texts[rank]) for rank in sorted(texts)}
+            time.sleep(0.05)  # the watchdog ends the group if a rank has ended or hangs meanwhile
 
     def request_stop(self, reason: str) -> None:
-        """Handles a signal to this rank. Before the first step the group ends at once, after it all ranks stop at the
-        same step; a second request changes nothing."""
+        """Handles a signal to this rank; a second request changes nothing.
+
+        Before the first step the group ends at once, after it all ranks stop at the same step.
+        """
         if self._stop_reason is not None or self._stage == "after":
             return
         self._stop_reason = reason
@@ -185,7 +187,7 @@ class ProcessGroup:
                 self._lock.notify_all()
 
     def fail(self, sentence: str, code: int) -> GroupExit:
-        """Publishes that this rank has failed. Returns how the group ends: as the first failure says."""
+        """Publishes that this rank has failed. Returns the exit of the group: that of the first failure."""
         named = f"rank {self.rank}: {sentence}" if self.count > 1 else sentence
         return self._write_end(GroupExit(self.rank, named, code))
 
@@ -196,7 +198,7 @@ class ProcessGroup:
     def end(self, sentence: str, code: int) -> None:
         """Ends every rank now, including this one."""
         end = self._write_end(GroupExit(self.rank, sentence, code))
-        self._closed.wait(1.5 if self.count > 1 else 0.0)  # let the others read it before the store goes
+        self._closed.wait(1.5 if self.count > 1 else 0.0)  # time for the others to read it: the store ends with rank 0
         self._leave(end)
 
     def explain_collective_failure(self, error: BaseException) -> GroupExit:
@@ -206,24 +208,30 @@ class ProcessGroup:
             time.sleep(0.2)
         if self._end is not None:
             return self._end
-        gone = self._lost_rank()
+        lost_rank = self._lost_rank()
         if not self._reachable():
             return GroupExit(0, COORDINATOR_GONE, FAILED)
-        if gone is not None:
-            beat = self._beats().get(gone)
+        if lost_rank is not None:
+            beat = self._beats().get(lost_rank)
             where = f" after step {beat.step}, at: {beat.doing}" if beat else ""
             return self._write_end(
-                GroupExit(gone, f"rank {gone} has gone{where}; every rank ends, the last checkpoint is intact", FAILED)
+                GroupExit(
+                    lost_rank,
+                    f"rank {lost_rank} has gone{where}; every rank ends, the last checkpoint is intact",
+                    FAILED,
+                )
             )
         return self.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", FAILED)
 
     def _lost_rank(self) -> int | None:
-        """Returns a rank without heartbeats; None once all others have sent one. A rank whose last heartbeat has just
-        been seen may be lost too, if this process was stopped until then: so this waits for the next one."""
-        first, longest = self._beats(), max(FAILURE_DIAGNOSIS_S / 2, 3 * self._interval)
+        """Returns a rank without heartbeats; None once all others have sent a new one.
+
+        A rank whose heartbeat was just read may be lost too, if this process was suspended: so this waits for the next.
+        """
+        first, limit = self._beats(), max(FAILURE_DIAGNOSIS_S / 2, 3 * self._interval)
         while True:
             silence, beats = self._seconds_since_heartbeat(), self._beats()
-            silent = [rank for rank, seconds in silence.items() if rank != self.rank and seconds > longest]
+            silent = [rank for rank, seconds in silence.items() if rank != self.rank and seconds > limit]
             if silent:
                 return silent[0]
             if all(beats[rank].count > first[rank].count for rank in first.keys() & beats.keys() - {self.rank}):
@@ -232,7 +240,7 @@ class ProcessGroup:
 
     def on_runtime_terminated(self) -> None:
         """Exits with the reason after JAX's runtime has terminated. Called on a thread of C++."""
-        if self._closed.is_set():  # a peer was faster to leave: this rank's own work is done
+        if self._closed.is_set():  # a peer has left first: the work of this rank is done
             os._exit(self._code)
         time.sleep(2.0)  # the main thread, or the store, may know more
         self._leave(self._end or GroupExit(0, COORDINATOR_GONE, FAILED))
@@ -251,7 +259,7 @@ class ProcessGroup:
     def _read_end(self) -> GroupExit | None:
         try:
             return GroupExit.from_json(self._client.key_value_try_get(f"{KV_STORE_PREFIX}/end"))
-        except Exception:  # jaxlib raises for a key that is not there, and for a store that is not there
+        except Exception:  # jaxlib raises for a missing key and for a lost store
             return None
 
     def _put(self, key: str, value: str) -> None:
@@ -263,9 +271,9 @@ class ProcessGroup:
 
     def _list(self, key: str) -> list[tuple[str, str]]:
         try:
-            found = self._client.key_value_dir_get(f"{KV_STORE_PREFIX}/{key}/")
+            entries = self._client.key_value_dir_get(f"{KV_STORE_PREFIX}/{key}/")
             self._heard = time.monotonic()
-            return found
+            return entries
         except Exception:  # as above
             return []
 
@@ -278,7 +286,7 @@ class ProcessGroup:
         return {int(key.rsplit("/", 1)[1]): Heartbeat.from_json(text) for key, text in self._list("beat")}
 
     def _seconds_since_heartbeat(self) -> dict[int, float]:
-        """Seconds since each rank's beat last changed, as seen from here."""
+        """Returns the seconds since the heartbeat of each rank last changed, by the clock of this process."""
         now, beats = time.monotonic(), self._beats()
         for rank, beat in beats.items():
             if self._seen.get(rank, (-1, 0.0))[0] != beat.count:
@@ -322,11 +330,11 @@ class ProcessGroup:
             self._leave(end)
 
     def _watchdog_loop(self) -> None:
-        """Ends a group of one that makes no progress, and a rank whose coordinator does not answer."""
+        """Ends a single process that makes no progress, and a rank whose coordinator does not answer."""
         tick, last = 0.5, time.monotonic()
         while not self._closed.wait(tick):
             now = time.monotonic()
-            if now - last > 20 * tick:  # this process was stopped: what was heard is old, ask again first
+            if now - last > 20 * tick:  # this process was suspended: the last heartbeats are old, read new ones first
                 self._heard, self._seen = now, {}
             last = now
             if self._client is None:

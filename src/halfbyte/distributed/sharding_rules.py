@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from halfbyte.distributed.mesh import axis_size
 
-BLOCK = 16  # elements of a quantization block: a shard that cuts one would change its scale
+BLOCK = 16  # elements of a quantization block: a shard boundary inside of a block would change its scale
 DEFAULT_MAPPING: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("batch", ("data", "fsdp", "expert")),
     ("seq", ("context",)),
@@ -43,12 +43,12 @@ DEFAULT_MAPPING: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class LogicalAxisRules:
-    """The mesh axes that each logical axis is sharded over. `replace` returns a variant."""
+    """Mesh axes that each logical axis is sharded over. `replace` returns a variant."""
 
     mapping: tuple[tuple[str, tuple[str, ...]], ...] = DEFAULT_MAPPING
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
-        """The mesh axes of logical axis `name`."""
+        """Returns the mesh axes of logical axis `name`."""
         for logical, axes in self.mapping:
             if logical == name:
                 return axes
@@ -61,7 +61,7 @@ class LogicalAxisRules:
         return LogicalAxisRules(tuple((name, axes.get(name, old)) for name, old in self.mapping))
 
     def spec(self, axes: Sequence[str | None], mesh: Mesh | None = None) -> PartitionSpec:
-        """The `PartitionSpec` of an array whose dims are `axes` (None: not sharded).
+        """Returns the `PartitionSpec` of an array whose dims are `axes` (None: not sharded).
 
         Mesh axes of size 1 and those that an earlier dim already uses are left out.
         """
@@ -124,9 +124,7 @@ def check_sharded(
     rules: LogicalAxisRules = DEFAULT_RULES,
     multiple: int = 1,
 ) -> None:
-    """Raises ValueError unless a dim of `size` along logical `axis` divides into equal shards that are multiples of
-    `multiple`.
-    """
+    """Raises ValueError unless a dim of `size` on logical `axis` has equal shards that are multiples of `multiple`."""
     mesh_axes = rules.mesh_axes(axis)
     shards = axis_size(mesh, mesh_axes)
     if shards == 1:
@@ -149,18 +147,19 @@ def check_model_dims(
     mesh: Mesh | AbstractMesh | None,
     rules: LogicalAxisRules = DEFAULT_RULES,
 ) -> None:
-    """Raises ValueError, with the path, unless every weight (path -> shape, logical axes) divides into whole 16-element
-    blocks on `mesh`.
+    """Raises ValueError, with the path, unless all weights divide into shards of whole 16-element blocks on `mesh`.
+
+    `shapes` is path -> (shape, logical axes).
     """
     for path, (shape, axes) in shapes.items():
         for size, axis in zip(shape, axes, strict=True):
             if axis is not None:
-                multiple = 1 if axis in ("vocab", "expert") else BLOCK  # neither cuts a block
+                multiple = 1 if axis in ("vocab", "expert") else BLOCK  # no quantization block spans these dims
                 check_sharded(size, axis, mesh, what=f"dim {axis!r} of {path}", rules=rules, multiple=multiple)
 
 
 def max_shards(size: int, multiple: int) -> int:
-    """Returns the largest power of two of shards that are each a multiple of `multiple`."""
+    """Returns the largest power of two by which `size` divides into shards of a multiple of `multiple`."""
     shards = 1
     while size % (2 * shards * multiple) == 0:
         shards *= 2

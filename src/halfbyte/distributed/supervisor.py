@@ -30,8 +30,11 @@ SUPERVISOR_POLL_S = 0.2
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """`restarts`: in a row without a new checkpoint. `pause_s`: before the first of them, doubling up to
-    `longest_pause_s`. `grace_s`: for the other ranks, once one has ended, before they are killed."""
+    """Limits of restarts, and pauses.
+
+    restarts: maximum in a row without a new checkpoint. pause_s: before the first of them; it doubles up to
+    longest_pause_s. grace_s: time for the other ranks to end after one has ended, before they are killed.
+    """
 
     restarts: int = 5
     pause_s: float = 1.0
@@ -63,31 +66,31 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        fruitless, before = 0, self.progress()
+        failed_starts, newest = 0, self.progress()
         while True:
             code, rank = self._run_once()
             if code in (DONE, BAD_INPUT, NOT_PASSED) or self._received_signals:
                 return code
-            reached = self.progress()
-            fruitless, before = (0 if reached > before else fruitless + 1), max(before, reached)
-            if fruitless > self.policy.restarts:
+            step = self.progress()
+            failed_starts, newest = (0 if step > newest else failed_starts + 1), max(newest, step)
+            if failed_starts > self.policy.restarts:
                 self.say(
-                    f"rank {rank} ended with {_name(code)}; {fruitless} starts in a row brought no new checkpoint: "
-                    f"giving up at step {before}"
+                    f"rank {rank} ended with {_name(code)}; {failed_starts} starts in a row brought no new checkpoint: "
+                    f"giving up at step {newest}"
                 )
                 return code
-            pause = min(self.policy.pause_s * 2 ** max(0, fruitless - 1), self.policy.longest_pause_s)
+            pause = min(self.policy.pause_s * 2 ** max(0, failed_starts - 1), self.policy.longest_pause_s)
             pause = 0.0 if code == PREEMPTED else pause
             self.restarts += 1
             self.say(
-                f"rank {rank} ended with {_name(code)}; RESTART {self.restarts} from the checkpoint of step {before}"
+                f"rank {rank} ended with {_name(code)}; RESTART {self.restarts} from the checkpoint of step {newest}"
                 + (f" in {pause:g} s" if pause else "")
             )
             if not self._sleep(pause):
                 return PREEMPTED
 
     def _sleep(self, seconds: float) -> bool:
-        """Returns False if a signal came."""
+        """Sleeps; returns False, at once, if a signal was received."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._received_signals:
             time.sleep(0.1)
@@ -101,26 +104,26 @@ class Supervisor:
     def _started_on(self, port: int) -> tuple[int, int]:
         environment = {**os.environ, SUPERVISOR: str(os.getpid())}
         self._running = [
-            # A group of its own: a terminal's Ctrl-C comes to a rank once, from here.
+            # A separate process group: a rank gets Ctrl-C of the terminal once, forwarded by the supervisor.
             subprocess.Popen(
                 [*RANK_COMMAND, *self.command, *self._distributed_flags(rank, port)], env=environment, process_group=0
             )
             for rank in range(self.ranks)
         ]
-        first: tuple[int, int] | None = None
+        first_ended: tuple[int, int] | None = None
         deadline, forwarded = float("inf"), 0
         while any(process.poll() is None for process in self._running):
             for number in self._received_signals[forwarded:]:
                 self._forward(number)
                 forwarded += 1
             ended = [(process.returncode, rank) for rank, process in enumerate(self._running) if process.poll()]
-            if ended and first is None:
-                first, deadline = ended[0], time.monotonic() + self.policy.grace_s
+            if ended and first_ended is None:
+                first_ended, deadline = ended[0], time.monotonic() + self.policy.grace_s
             if time.monotonic() > deadline:
                 self._kill()
             time.sleep(0.05)
         codes = [(process.returncode, rank) for rank, process in enumerate(self._running)]
-        return first or next((pair for pair in codes if pair[0]), (DONE, 0))
+        return first_ended or next((pair for pair in codes if pair[0]), (DONE, 0))
 
     def _distributed_flags(self, rank: int, port: int) -> list[str]:
         if self.ranks == 1:
@@ -129,7 +132,7 @@ class Supervisor:
         return [word for name, value in flags.items() for word in (f"--distributed.{name}", value)]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Only records the signal: it may come while the ranks are being started, before their processes are known."""
+        """Only records the signal: it may arrive while ranks are being started, before their processes are known."""
         self._received_signals.append(signal.Signals(number))
 
     def _forward(self, number: signal.Signals) -> None:
@@ -145,8 +148,10 @@ class Supervisor:
 
 
 def exit_with_supervisor(environ: MutableMapping[str, str]) -> None:
-    """In a rank: ends this process as soon as its supervisor has ended in any way, so that the next supervisor finds
-    the run directory unlocked. Does nothing in a process without a supervisor."""
+    """Ends this rank as soon as its supervisor has ended, so that the next supervisor finds the run directory unlocked.
+
+    Does nothing in a process without a supervisor.
+    """
     if (parent := environ.pop(SUPERVISOR, "")).isdigit():
         threading.Thread(
             target=_exit_when_parent_dies, args=(int(parent),), name="halfbyte-supervisor", daemon=True
@@ -162,7 +167,7 @@ def _exit_when_parent_dies(parent: int) -> None:
 
 
 def newest_checkpoint(directory: Path) -> int:
-    """Step of the newest committed checkpoint of a run, by its name; 0 if there is none."""
+    """Returns the step of the newest committed checkpoint of a run, from its name; 0 if there is none."""
     try:
         return max((int(name) for name in os.listdir(directory / "checkpoints") if name.isdigit()), default=0)
     except OSError:
@@ -171,9 +176,11 @@ def newest_checkpoint(directory: Path) -> int:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yields a port of this machine that no other process is given meanwhile. It is bound here without a listener, so
-    Linux assigns it to no other process; a server that reuses addresses, as the coordinator does, may listen on it.
-    Other systems may refuse that server too: there the port is released at once."""
+    """Yields a port of this host that no other process gets meanwhile.
+
+    It is bound here without a listener, so Linux assigns it to no other process; a server that reuses addresses, as the
+    coordinator does, may listen on it. Other systems may refuse that server too: there the port is released at once.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((LOOPBACK, 0))

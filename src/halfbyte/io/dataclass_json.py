@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON and back, and the difference of two of them field by field."""
+"""Converts frozen dataclasses to JSON and back, and compares two of them field by field."""
 
 import dataclasses
 import difflib
@@ -15,9 +15,9 @@ from halfbyte.renamed import warn_renamed
 
 Config = TypeVar("Config")
 CONFIG_FILE = "config.json"
-"""What a run directory holds. Its old names do not warn: a person did not write them."""
+"""Config file of a run directory. Old field names in it do not warn: no person wrote them."""
 MAX_CONFIG_BYTES = 1 << 20
-"""Bytes of a config file; the largest that is written has three thousand."""
+"""Limit of a config file in bytes; the largest that is written has three thousand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Removed:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain dict; tuples become lists."""
+    """Returns the dataclass as a nested plain dict; tuples become lists."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "") -> Config:
-    """The dataclass `kind` from a nested dict. Unknown fields and wrong types are ValueErrors that name the path.
+    """Returns the dataclass `kind` from a nested dict. ValueError, with the field's path, for unknown fields or types.
 
-    A field in `kind.REMOVED` is ignored at its default; another value is a ValueError. An old name in `kind.RENAMED` is
-    the field under its new name, and replaces a value that is there under the new name.
+    A field in `kind.REMOVED` is ignored if it has its default; another value is a ValueError. An old name in
+    `kind.RENAMED` sets the field of the new name, and takes precedence over the new name.
     """
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
@@ -52,12 +52,13 @@ def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "")
             raise ValueError(
                 f"config has no field {where}{name}" + (f"; did you mean {where}{near[0]}?" if near else "")
             )
-    built = {name: _value(hints[name], value, f"{where}{name}") for name, value in values.items() if name in names}
-    needed = [field.name for field in fields if field.init and field.default is field.default_factory]  # both missing
-    if lacking := [f"{where}{name}" for name in needed if name not in values]:
-        raise ValueError(f"config lacks {' and '.join(lacking)}")
+    arguments = {name: _value(hints[name], value, f"{where}{name}") for name, value in values.items() if name in names}
+    # Both are MISSING if a field has no default.
+    required = [field.name for field in fields if field.init and field.default is field.default_factory]
+    if missing := [f"{where}{name}" for name in required if name not in values]:
+        raise ValueError(f"config lacks {' and '.join(missing)}")
     try:
-        return kind(**built)
+        return kind(**arguments)
     except TypeError as error:
         raise ValueError(f"config {where or kind.__name__}: {error}") from None
 
@@ -70,7 +71,7 @@ def rename_old_fields(kind: type, values: Mapping[str, Any], *, warn_as: str = "
     new_of: Mapping[str, str] = getattr(kind, "RENAMED", {})
     hints = typing.get_type_hints(kind)
     renamed: dict[str, Any] = {}
-    for name, value in sorted(values.items(), key=lambda item: item[0] in new_of):  # an old name replaces a new one
+    for name, value in sorted(values.items(), key=lambda item: item[0] in new_of):  # last: old names have precedence
         new = new_of.get(name, name)
         if new != name and warn_as:
             warn_renamed(f"{warn_as}: {name}", new)
@@ -95,23 +96,25 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         is_text = option == Mapping[str, str] and isinstance(value, dict) and {*map(type, value.values())} <= {str}
         if option is Any or is_plain or is_choice or is_text:
             return value
-    wanted = " or ".join(getattr(option, "__name__", str(option)) for option in options)
-    raise ValueError(f"config field {where} must be {wanted}, got {value!r}")
+    types_text = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"config field {where} must be {types_text}, got {value!r}")
 
 
 def config_to_json(config: Any) -> str:
-    """The JSON text of a config, as its file holds it."""
+    """Returns the JSON text of a config file."""
     return json.dumps(to_dict(config), indent=2) + "\n"
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Write JSON in one rename, so that no reader sees half a file."""
+    """Writes a config file with `atomic_write`, so that no reader sees an incomplete file."""
     atomic_write(path, config_to_json(config))
 
 
 def from_file(kind: type[Config], values: Mapping[str, Any], path: Path) -> Config:
-    """The config of fields that come from a file. What is wrong with them is said with its name; programs that they
-    name run only if the command names them too."""
+    """Returns the config of `values` from a file. Errors name the file.
+
+    Programs that the values name only run if the command names them too.
+    """
     try:
         with trust_only_named_programs():
             return from_dict(
@@ -124,7 +127,7 @@ def from_file(kind: type[Config], values: Mapping[str, Any], path: Path) -> Conf
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The fields in a JSON, TOML or YAML file, by its suffix."""
+    """Reads the fields of a JSON, TOML or YAML file, by its suffix."""
     suffix = path.suffix.lower()
     read = read_toml if suffix == ".toml" else read_yaml if suffix in (".yaml", ".yml") else read_json
     values = read(path, most=MAX_CONFIG_BYTES)
@@ -134,7 +137,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def merge_fields(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the fields of `values` in place of its own, groups field by field."""
+    """Returns `base` updated by the fields of `values`, recursively in groups."""
     merged = dict(base)
     for name, value in values.items():
         inside = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
@@ -143,7 +146,7 @@ def merge_fields(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 
 
 def flatten_dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted name -> value."""
+    """Returns a dict dotted name -> value of a nested dict."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat.update(
@@ -153,7 +156,7 @@ def flatten_dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def field_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted field, old, new) for every field that is not the same; a missing field reads None."""
+    """Returns (dotted field, old, new) of every field that differs; None for a missing field."""
     before, after = flatten_dotted(old), flatten_dotted(new)
     names = sorted(before.keys() | after.keys())
     return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]

@@ -1,4 +1,4 @@
-"""Disk caches: JSON results of compilations in the user's cache, and JAX's own compilation cache.
+"""Disk caches: JSON results of compilations in the user's cache, and JAX's compilation cache.
 
 A JSON entry is keyed by the request, the source of this package, the versions of the compiler and the environment
 variables that it reads, so that a change of any of them is a miss. The file holds plain JSON with its CRC; a damaged
@@ -26,7 +26,7 @@ from halfbyte.io.validation import user_cache, validated_output_path
 
 PACKAGE_ROOT = Path(__file__).parents[1]
 CACHE_KEY_ENV_PREFIXES = ("XLA_FLAGS", "JAX_")  # prefixes of variables that JAX and XLA read
-# Variables of these prefixes that change no program for another device.
+# Variables with these prefixes that do not change a compiled program.
 IGNORED_ENV_VARS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PLATFORMS")
 COMPILER_PACKAGES = ("jax", "nvidia-", "numpy")
 
@@ -73,7 +73,7 @@ def enable_compile_cache(directory: str | Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # XLA's own caches would choose tiles by what an earlier process measured.
+    # With XLA's caches, autotuning results of an earlier process would choose the tiles.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     compilation_cache.reset_cache()  # JAX may have opened another directory
 
@@ -94,7 +94,7 @@ def _path(namespace: str, facts: Mapping[str, Any]) -> Path:
 
 @contextlib.contextmanager
 def _exclusive_lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Holds a file lock. Where no lock can be created it holds none, which costs at most a second compilation."""
+    """Holds a file lock, or none if it cannot be created, which costs at most a second compilation."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

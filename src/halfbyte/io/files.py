@@ -6,9 +6,9 @@ Writes never follow a symbolic link at their target.
 
 A `StagingDirectory` is created hidden next to its target and renamed into place in one call. If the target exists, the
 two exchange their names, so that a kill at any moment leaves the old or the new directory. Where a file system cannot
-exchange names (NFS), the old directory is moved aside first; after a kill at that point `remove_stale` restores it. The
-process that writes a staging directory holds a lock on it, which the kernel drops when the process ends in any way: the
-lock tells a stale directory from one in use.
+exchange names (NFS), the old directory is moved away first; after a kill at that point `remove_stale` restores it. The
+process that writes a staging directory holds a lock on it, which the kernel releases when the process ends in any way:
+the lock distinguishes a stale directory from one in use.
 """
 
 import contextlib
@@ -34,12 +34,13 @@ from typing import Any, Literal, NoReturn
 
 MIB = 1 << 20
 MAX_JSON_BYTES = 64 * MIB
-"""Bytes of a config, manifest or record. The manifest of a data set of 100,000 shards has 30 MB."""
+"""Limit of a config, manifest or record in bytes. The manifest of a data set of 100,000 shards has 30 MB."""
 MAX_JSON_DEPTH = 64
-"""Objects and arrays inside each other. Nothing that Halfbyte writes is deeper than 10."""
+"""Limit of nested objects and arrays. No file of Halfbyte has more than 10 levels."""
 
 PARTIAL, REPLACED = "partial", "replaced"
-HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]  # in names: locks may hold on one machine only
+# Part of the names of staging directories: locks may be visible on one host only.
+HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 TARGET_EXISTS_ERRNOS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 AT_FDCWD, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
@@ -52,7 +53,7 @@ _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in _BRACKETS)
 
 
 class UnreadableFile(ValueError):
-    """A file that is too large, too deep, or not what its name says."""
+    """Raised for a file that is too large, nested too deeply, or of another type than expected."""
 
 
 def open_regular_file(path: str, flags: int) -> int:
@@ -212,17 +213,17 @@ class StagingDirectory:
 
 
 def remove_stale(out: Path) -> None:
-    """Removes, and reports, the staging directories next to `out` of killed processes of this machine.
+    """Removes, and reports, the staging directories next to `out` of killed processes of this host.
 
-    A target that was moved aside is restored if `out` does not exist. A lock of another machine may not be visible here
-    (NFS with `local_lock`, Lustre with `localflock`): directories of other machines are reported and kept.
+    A target that was moved away is restored if `out` does not exist. A lock of another host may not be visible here
+    (NFS with `local_lock`, Lustre with `localflock`): directories of other hosts are reported and not removed.
     """
     for kind in (REPLACED, PARTIAL):
         for path in sorted(out.parent.glob(".*")):
             if not path.name.startswith(_prefix(out, kind)):
                 continue
             with _lock(path) as owner:
-                lost = kind == REPLACED and not out.exists()  # the only copy; a process that replaces it now retries
+                lost = kind == REPLACED and not out.exists()  # the only copy; a process that is replacing it retries
                 if owner == "mine" and not path.name.startswith(f"{_prefix(out, kind)}{HOST}-"):
                     owner = "nobody's"
                 if owner == "mine" or (owner == "nobody's" and lost):
@@ -286,8 +287,8 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} stands twice in one object")
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {duplicate!r} stands twice in one object")
     return unique
 
 
@@ -306,19 +307,19 @@ def _clear(path: Path, out: Path, kind: str) -> None:
 
 def _replace_in_two_renames(staging: Path, out: Path, seen: os.stat_result) -> bool:
     """Returns False if another process was first between the two renames, or `out` is no longer `seen`."""
-    aside = out.with_name(_prefix(out, REPLACED) + staging.name.removeprefix(_prefix(out, PARTIAL)))
+    replaced = out.with_name(_prefix(out, REPLACED) + staging.name.removeprefix(_prefix(out, PARTIAL)))
     with _lock(out):
-        out.rename(aside)
-        if not os.path.samestat(aside.lstat(), seen):
-            aside.rename(out)
+        out.rename(replaced)
+        if not os.path.samestat(replaced.lstat(), seen):
+            replaced.rename(out)
             return False
         try:
             staging.rename(out)
         except BaseException as error:
             if getattr(error, "errno", None) not in TARGET_EXISTS_ERRNOS:
-                aside.rename(out)
+                replaced.rename(out)
                 raise
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
     return not staging.exists()
 
 

@@ -1,4 +1,4 @@
-"""The page around the pictures. Nothing is loaded from anywhere, and every word that comes from outside is escaped."""
+"""Builds self-contained HTML pages: nothing is loaded from elsewhere, and all text from outside is escaped."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -10,12 +10,12 @@ STYLE = resources.files("halfbyte.io").joinpath("page.css").read_text(encoding="
 
 
 def escape_html(value: object) -> str:
-    """Escaped, with nothing in it that could move a cursor or hide."""
+    """Returns the text escaped for HTML, control characters included."""
     return escape(escape_control_chars(str(value)), quote=True)
 
 
 def html_page(title: str, body: Iterable[str]) -> str:
-    """The whole document, under its title. Its own policy forbids every request and every script."""
+    """Returns the HTML document. Its content security policy forbids all requests and scripts."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -29,7 +29,7 @@ def html_page(title: str, body: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading and what belongs under it; nothing if there is nothing."""
+    """Returns a section: heading and parts; "" if all parts are empty."""
     inside = "\n".join(part for part in parts if part)
     return f"<section>\n<h2>{escape_html(title)}</h2>\n{inside}\n</section>" if inside else ""
 
@@ -39,38 +39,38 @@ def paragraph(words: object, *, soft: bool = False) -> str:
 
 
 def code_block(words: object) -> str:
-    """Something to be typed."""
+    """Returns a block of preformatted text, such as a command."""
     return f"<pre>{escape_html(words)}</pre>"
 
 
 def verdict_box(words: object, *parts: str, kind: str = "") -> str:
-    """What a page says, and what belongs to it; `kind`: good, bad, or neither."""
+    """Returns the box with the verdict of a page, followed by `parts`; `kind`: good, bad or ""."""
     return f'<div class="verdict {kind}"><strong>{escape_html(words)}</strong>{"".join(parts)}</div>'
 
 
 def notice_box(words: object) -> str:
-    """Something that must not be overlooked."""
+    """Returns a highlighted notice."""
     return f'<p class="notice"><strong>{escape_html(words)}</strong></p>'
 
 
 def figure(title: str, svg: str, note: str = "") -> str:
-    """A picture under its title; nothing if there is nothing to draw."""
+    """Returns an SVG figure with caption and note; "" if `svg` is empty."""
     below = f'<br><span class="soft">{escape_html(note)}</span>' if note else ""
     return f"<figure><figcaption>{escape_html(title)}{below}</figcaption>{svg}</figure>" if svg else ""
 
 
 def figure_row(title: str, parts: Iterable[str]) -> str:
-    """A section of pictures side by side."""
+    """Returns a section with figures in a row."""
     return section(title, '<div class="figures">' + "".join(parts) + "</div>")
 
 
 def collapsible(title: str, words: str) -> str:
-    """Long text, folded."""
+    """Returns collapsed preformatted text under a summary."""
     return f"<details><summary>{escape_html(title)}</summary><pre>{escape_html(words)}</pre></details>"
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Numbers do not wrap; the words of a verdict have its colour. Nothing if there is no row."""
+    """Returns a table; "" if it has no rows. Numbers do not wrap; PASS, FAIL and CANNOT TELL are colored."""
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     if not body:
         return ""

@@ -1,4 +1,4 @@
-"""The pip command that installs an extra of this package, from wherever the package itself was installed."""
+"""Returns the pip command that installs an extra of this package from the source of the installed package."""
 
 import json
 from importlib import metadata
@@ -9,8 +9,10 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def install_command(extra: str) -> str:
-    """Returns `pip install ...` for an extra. A checkout is named by its path, a wheel or repository by its address:
-    the package need not be on an index."""
+    """Returns `pip install ...` for an extra.
+
+    A checkout is named by its path, a wheel or repository by its URL: the package need not be on an index.
+    """
     if (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "src" / "halfbyte").is_dir():
         return f"pip install -e '{CHECKOUT}[{extra}]'"
     try:

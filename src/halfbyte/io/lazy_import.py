@@ -1,4 +1,4 @@
-"""Modules that are imported when they are first used: those that take a second and that most commands never touch."""
+"""Imports modules on first use: those that take a second to import and that most commands do not need."""
 
 from pkgutil import resolve_name
 from typing import Any
@@ -9,7 +9,7 @@ class _LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        # Not import_module: `orbax.checkpoint.v1` is a name in a package, and no module of its own.
+        # Not import_module: `orbax.checkpoint.v1` is an attribute of a package, not a module.
         return getattr(resolve_name(self._name), attribute)
 
     def __repr__(self) -> str:
@@ -17,5 +17,5 @@ class _LazyModule:
 
 
 def lazy_module(name: str) -> Any:
-    """A stand-in for the module `name`; the first attribute that is asked of it imports it."""
+    """Returns a proxy of the module `name`, which is imported on the first attribute access."""
     return _LazyModule(name)

@@ -1,4 +1,4 @@
-"""Pictures as inline SVG. Colours are the page's variables, so that one picture serves light and dark."""
+"""Draws charts as inline SVG. Colors are CSS variables of the page, so that a chart fits light and dark mode."""
 
 import math
 import re
@@ -12,16 +12,18 @@ from halfbyte.io.html import STYLE, escape_html
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 540, 58, 12, 10, 34
 NUM_COLOURS = 8
-# The light palette and the rules of text in page.css. A standalone picture has the values in place of the variables:
-# few programs but browsers know CSS variables.
+# The light palette and the text rules of page.css. In a standalone SVG the values replace the variables: few programs
+# except browsers support CSS variables.
 PALETTE = dict(re.findall(r"--(\w+):([^;}]+)", STYLE.partition("@media")[0]))
 TEXT_STYLE = "".join(re.findall(r"^text[^{]*\{[^}]*\}", STYLE, re.MULTILINE))
 
 
 @dataclass(frozen=True)
 class LineSeries:
-    """A line; points that are not finite break it. `colour` counts through the page's palette, `label` stands beside
-    the first point."""
+    """A line, interrupted at points that are not finite.
+
+    `colour` is an index into the palette of the page. `label` is drawn next to the first point.
+    """
 
     name: str
     x: Sequence[float]
@@ -44,7 +46,7 @@ class ConfidenceBand:
 
 @dataclass(frozen=True)
 class ForestRow:
-    """One line of a forest plot: the dots, each with its label, are seeds, the bar is the interval over them."""
+    """One row of a forest plot: a dot with label per seed, and the interval over the seeds as a bar."""
 
     name: str
     dots: Sequence[tuple[float, str]] = ()
@@ -57,7 +59,7 @@ class ForestRow:
 
 @dataclass
 class Frame:
-    """The drawing area, right of a margin for names: data to pixels, and the axes."""
+    """Drawing area to the right of a margin for names: maps data to pixels and draws the axes."""
 
     left: float
     right: float
@@ -87,9 +89,9 @@ class Frame:
 
     def y_axis(self) -> None:
         for value in ticks(self.low, self.high):
-            at = self.y(value)
-            self.line((LEFT, WIDTH - RIGHT), (at, at), "var(--grid)")
-            self.label(LEFT - 6, at + 4, format_tick(value), "end")
+            y = self.y(value)
+            self.line((LEFT, WIDTH - RIGHT), (y, y), "var(--grid)")
+            self.label(LEFT - 6, y + 4, format_tick(value), "end")
 
     def x_axis(self, words: str) -> None:
         for value in log_ticks(self.left, self.right) if self.log else ticks(self.left, self.right):
@@ -103,7 +105,7 @@ class Frame:
 
 
 def format_tick(value: float) -> str:
-    """A tick: 1.2M, 0.005, 3."""
+    """Formats the number of a tick: 1.2M, 0.005, 3."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
@@ -111,7 +113,7 @@ def format_tick(value: float) -> str:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers between two bounds."""
+    """Returns about `about` round numbers between two bounds."""
     span = high - low
     if not math.isfinite(span) or span <= 0:
         return [low]
@@ -122,10 +124,10 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5 of every decade."""
+    """Returns 1, 2 and 5 of every decade between two bounds; the bounds if at most one of them is inside."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [m * 10.0**d for d in decades for m in (1, 2, 5) if low <= m * 10.0**d <= high]
-    return found if len(found) > 1 else [low, high]
+    values = [m * 10.0**d for d in decades for m in (1, 2, 5) if low <= m * 10.0**d <= high]
+    return values if len(values) > 1 else [low, high]
 
 
 def palette_colour(index: int) -> str:
@@ -134,8 +136,12 @@ def palette_colour(index: int) -> str:
 
 @dataclass(frozen=True)
 class Axes:
-    """Those of a line chart. The y axis shows `zero` if asked to, and ends at the `clip` percentile, so that the first
-    steps do not squeeze all others; `log` is of x. `x_range`: both ends of the x axis; None: those of the data."""
+    """Axes of a line chart.
+
+    zero: the y axis includes 0. clip: percentile of y at which the y axis ends, so that the large values of the first
+    steps do not determine its scale. log: logarithmic x axis. x_range: values that the x axis must include; None: only
+    the data.
+    """
 
     x_label: str
     zero: bool = False
@@ -149,7 +155,7 @@ def line_chart(
     series: Sequence[LineSeries], axes: Axes, *, label: str, bands: Sequence[ConfidenceBand] = (),
     lines: Sequence[tuple[float, str]] = (),
 ) -> str:  # fmt: skip
-    """Lines over x with a legend; `lines` are horizontal rules with a name."""
+    """Returns a line chart with a legend; `lines` are named horizontal lines."""
     frame = line_frame(series, axes, bands, lines)
     return frame.svg(label) + _legend(series) if frame else ""
 
@@ -170,16 +176,16 @@ def line_frame(
     high = max([float(np.percentile(ys, clip)), *edges, *([0.0] if zero else [])])
     low = min([min(ys) if not zero else float(np.percentile(ys, 100 - clip)), *edges, *([0.0] if zero else [])])
     padding = 0.05 * (high - low) or abs(high) * 0.01 or 1.0
-    beside = 0.15 * (max(xs) - min(xs)) * any(s.label for s in series)  # space for labels
-    frame = Frame(min(xs) - beside, max(xs) + beside, low - padding, high + padding, axes.height, axes.log)
+    label_space = 0.15 * (max(xs) - min(xs)) * any(s.label for s in series)
+    frame = Frame(min(xs) - label_space, max(xs) + label_space, low - padding, high + padding, axes.height, axes.log)
     frame.y_axis()
     frame.x_axis(axes.x_label)
     for band in bands:
         _area(frame, band)
     for value, name in lines:
-        at = frame.y(value)
-        frame.line((LEFT, WIDTH - RIGHT), (at, at), "var(--soft)", ' stroke-dasharray="5 4"')
-        frame.label(WIDTH - RIGHT - 2, at - 4, name, "end")
+        y = frame.y(value)
+        frame.line((LEFT, WIDTH - RIGHT), (y, y), "var(--soft)", ' stroke-dasharray="5 4"')
+        frame.label(WIDTH - RIGHT - 2, y - 4, name, "end")
     for s in series:
         _line(frame, s)
     return frame
@@ -215,10 +221,10 @@ def _line(frame: Frame, s: LineSeries) -> None:
         if y is None or not math.isfinite(y):
             pieces.append([])
             continue
-        at = min(max(frame.y(y), TOP - 4), frame.height - BOTTOM + 4)
-        pieces[-1].append(f"{frame.x(x):.1f},{at:.1f}")
+        y_pixel = min(max(frame.y(y), TOP - 4), frame.height - BOTTOM + 4)
+        pieces[-1].append(f"{frame.x(x):.1f},{y_pixel:.1f}")
         if s.dots:
-            frame.add(f'<circle cx="{frame.x(x):.1f}" cy="{at:.1f}" r="2.6" fill="{palette_colour(s.colour)}"/>')
+            frame.add(f'<circle cx="{frame.x(x):.1f}" cy="{y_pixel:.1f}" r="2.6" fill="{palette_colour(s.colour)}"/>')
     if s.label and pieces[0]:
         right, down = map(float, pieces[0][0].split(","))
         frame.label(right + 6, down + 4, s.label, "start")
@@ -239,8 +245,8 @@ def _legend(series: Sequence[LineSeries]) -> str:
     marks = "".join(
         f'<span style="white-space:nowrap;margin-right:14px"><svg viewBox="0 0 16 8" '
         f'style="width:16px;display:inline-block">'
-        f'<rect y="2" width="16" height="4" fill="{palette_colour(at)}"/></svg> {escape(name)}</span> '
-        for name, at in names.items() if name
+        f'<rect y="2" width="16" height="4" fill="{palette_colour(colour)}"/></svg> {escape(name)}</span> '
+        for name, colour in names.items() if name
     )  # fmt: skip
     return f'<p class="soft">{marks}</p>'
 
@@ -248,8 +254,10 @@ def _legend(series: Sequence[LineSeries]) -> str:
 def forest_plot(
     rows: Sequence[ForestRow], *, margin: float | None, x_label: str, label: str, clip: float | None = None
 ) -> str:
-    """One line an arm: dots, mean and interval, over the margin as a shaded range. `clip` bounds the axis; what lies
-    beyond it is drawn at the edge with an arrow and its number."""
+    """Returns a forest plot: dots, mean and interval per row, and the margin as a shaded range.
+
+    `clip` bounds the axis: values outside are drawn at the edge, a mean there with an arrow and its value.
+    """
     values = [v for r in rows for v in (*(value for value, _ in r.dots), r.mean, r.low, r.high) if v is not None]
     values = [v for v in values if math.isfinite(v)]
     if not values:
@@ -274,8 +282,8 @@ def forest_plot(
         )
     frame.line((at(0), at(0)), (TOP, bottom), "var(--soft)")
     frame.x_axis(x_label)
-    for place, row in enumerate(rows):
-        _forest_row(frame, row, TOP + 20 + 28 * place, at)
+    for index, row in enumerate(rows):
+        _forest_row(frame, row, TOP + 20 + 28 * index, at)
     return frame.svg(label)
 
 
@@ -287,9 +295,9 @@ def _forest_row(frame: Frame, row: ForestRow, y: float, at: Callable[[float], fl
         frame.line((at(row.low), at(row.high)), (y, y), tint, ' stroke-width="3"')
     for value, label in row.dots:
         if math.isfinite(value):
-            place = f'cx="{at(value):.1f}" cy="{y:.1f}" r="4"'
+            position = f'cx="{at(value):.1f}" cy="{y:.1f}" r="4"'
             title = f"<title>{escape(label)}</title>"
-            frame.add(f'<circle {place} fill="{tint}" opacity="0.55">{title}</circle>')
+            frame.add(f'<circle {position} fill="{tint}" opacity="0.55">{title}</circle>')
     if row.mean is not None:
         x = at(row.mean)
         frame.add(f'<path d="M{x:.1f} {y - 6:.1f}l5 6l-5 6l-5 -6z" fill="{tint}"/>')
@@ -303,7 +311,7 @@ def heat_map(
     rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], *, label: str,
     shade: Sequence[Sequence[float]], alarms: Sequence[Sequence[bool]] | None = None, form: str = "{:.3f}",
 ) -> str:  # fmt: skip
-    """A cell a value, `shade` 0..1 its tint; a cell with an alarm is red. Numbers stand in the cells where they fit."""
+    """Returns a heat map: one cell per value with tint `shade` (0..1), red with an alarm; its number if it fits."""
     if not rows or not columns:
         return ""
     left = 12 + 7.2 * max(map(len, rows))
@@ -335,8 +343,8 @@ def _heat_cell(x: float, y: float, size: float, value: float | None, shade: floa
         f"rgba(var(--alarm),{0.35 + 0.5 * strength:.2f})" if alarm else f"rgba(var(--heat),{0.06 + 0.5 * strength:.2f})"
     )
     shown = form.format(value)
-    place = f'x="{x:.1f}" y="{y}" width="{size - 1:.1f}" height="21"'
-    cell = f'<rect {place} fill="{fill}"><title>{escape(shown)}</title></rect>'
+    position = f'x="{x:.1f}" y="{y}" width="{size - 1:.1f}" height="21"'
+    cell = f'<rect {position} fill="{fill}"><title>{escape(shown)}</title></rect>'
     if size >= 6.4 * len(shown):
         cell += f'<text x="{x + size / 2:.1f}" y="{y + 15}" text-anchor="middle">{escape(shown)}</text>'
     return cell
@@ -344,7 +352,7 @@ def _heat_cell(x: float, y: float, size: float, value: float | None, shade: floa
 
 @dataclass(frozen=True)
 class TimelineBox:
-    """A box of a lane. `tooltip` is shown at the pointer, `label` inside the box where it fits."""
+    """A box of a lane. `tooltip` is shown on hover, `label` inside the box if it fits."""
 
     start: float
     size: float
@@ -357,23 +365,23 @@ class TimelineBox:
 def timeline_chart(
     rows: Mapping[str, Sequence[TimelineBox]], *, end: float, limits: Mapping[str, float] | None = None
 ) -> str:
-    """One lane a name, its boxes as wide as they are long on an axis from 0 to `end`; `limits` are lines across."""
+    """Returns a timeline: one lane per name, boxes on an axis from 0 to `end`, a vertical line per lane at `limits`."""
     width, left, height = 1000, 150, 26
     scale, parts = (width - left - 20) / end, []
-    for place, (name, boxes) in enumerate(rows.items()):
-        y = 8 + place * (height + 8)
+    for lane, (name, boxes) in enumerate(rows.items()):
+        y = 8 + lane * (height + 8)
         parts.append(_lane_word(4, y, name, "fg"))
         for box in (box for box in boxes if box.size * scale >= 0.3):
-            x, wide = left + box.start * scale, box.size * scale
-            shape = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{height}"'
+            x, box_width = left + box.start * scale, box.size * scale
+            shape = f'x="{x:.2f}" y="{y}" width="{box_width:.2f}" height="{height}"'
             opacity = ' fill-opacity="0.45"' if box.faint else ""
             fill, title = palette_colour(box.colour), escape_html(box.tooltip)
             parts.append(f'<rect {shape} fill="{fill}"{opacity}><title>{title}</title></rect>')
-            if box.label and wide > 7.5 * len(box.label):
+            if box.label and box_width > 7.5 * len(box.label):
                 parts.append(_lane_word(x + 4, y, box.label, "bg"))
         if limits:
-            at, ends = left + limits[name] * scale, f'y1="{y - 4}" y2="{y + height + 4}"'
-            parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" {ends} stroke="var(--bad)" stroke-width="2"/>')
+            limit_x, ends = left + limits[name] * scale, f'y1="{y - 4}" y2="{y + height + 4}"'
+            parts.append(f'<line x1="{limit_x:.1f}" x2="{limit_x:.1f}" {ends} stroke="var(--bad)" stroke-width="2"/>')
     return f'<svg viewBox="0 0 {width} {16 + len(rows) * (height + 8)}" role="img">{"".join(parts)}</svg>'
 
 

@@ -1,8 +1,7 @@
-"""Which Python files may run: those that the command names, or the caller's own code, and none that a file names.
+"""Decides which Python files may run: those that the command or the caller's code names, none that only a file names.
 
-A run directory, a plan and a config are data, wherever they come from. Text in them may say which program a recipe came
-from, with the hash of its file; the program runs only if the person has named a file with this very content. Where it
-lies by now does not matter.
+A run directory, a plan and a config are data, of any origin. Text in them may name the program of a recipe, with the
+hash of its file. The program runs only if the user has named a file with this content, under any path.
 """
 
 import contextlib
@@ -15,24 +14,27 @@ from pathlib import Path
 from halfbyte.io.files import read_bytes
 
 MAX_PROGRAM_BYTES = 1 << 20
-_NAMED: dict[str, str] = {}  # hash -> a file with this content that the person has named
+_NAMED: dict[str, str] = {}  # hash -> a file with this content that the user has named
 _ONLY_NAMED: ContextVar[bool] = ContextVar("only named programs run", default=False)
 _ENDS = re.compile(r"\.py(?=:)")
 _STARTS = re.compile(r"[=,;\s]")
 
 
 class UntrustedProgramError(ValueError):
-    """A program that some file names, and not the command."""
+    """Raised for a program that a file names, and not the command."""
 
 
 class UntrustedPinnedProgramError(UntrustedProgramError):
-    """One that the file names with its hash. Text that holds it is harmless: it cannot be run by accident."""
+    """Raised for a program that a file names with its hash. Such text is harmless: nothing runs it by accident."""
 
 
 @contextlib.contextmanager
 def trust_only_named_programs(arguments: Iterable[str] = ()) -> Iterator[None]:
-    """Inside, text that names a program is believed only if one of `arguments` names a file with the same content
-    (`--recipe mine.py:half`), or something outside did."""
+    """Context manager in which text may only name trusted programs.
+
+    Trusted are files with the content of a file that one of `arguments` names (`--recipe mine.py:half`), and those that
+    were named before, outside of this context.
+    """
     for path in (path for text in arguments for path in _paths(text) if Path(path).is_file()):
         _NAMED[program_digest(path)] = path
     token = _ONLY_NAMED.set(True)
@@ -43,23 +45,26 @@ def trust_only_named_programs(arguments: Iterable[str] = ()) -> Iterator[None]:
 
 
 def _paths(text: str) -> Iterator[str]:
-    """What may be a path that ends in `.py:`: from the beginning of the text, or from a `=`, `,`, `;` or blank on."""
+    """Yields possible paths: substrings up to `.py`, from the start of the text or after `=`, `,`, `;` or blank."""
     for end in _ENDS.finditer(text):
-        yield from (text[at : end.end()] for at in (0, *(mark.end() for mark in _STARTS.finditer(text, 0, end.end()))))
+        yield from (text[i : end.end()] for i in (0, *(mark.end() for mark in _STARTS.finditer(text, 0, end.end()))))
 
 
 def trust_program(path: str, what: str) -> str:
-    """The hash of the file that `what` names, which may run from now on; NotNamed where only named programs may."""
+    """Returns the hash of the file that `what` names, and trusts it from now on.
+
+    Where only named programs may run, raises UntrustedProgramError unless it is one of them.
+    """
     digest = program_digest(path)
     if not _ONLY_NAMED.get():
-        _NAMED[digest] = path  # named last: a copy that was named before may be another by now
+        _NAMED[digest] = path  # the last path: a file that was named before may have changed
     elif digest not in _NAMED:
         raise UntrustedProgramError(_refusal(what))
     return digest
 
 
 def trusted_program(digest: str, what: str) -> tuple[str, bytes]:
-    """(path, content) of the named file with this hash; Pinned if nobody named it."""
+    """Returns (path, content) of the named file with this hash; UntrustedPinnedProgramError if none was named."""
     if digest not in _NAMED:
         raise UntrustedPinnedProgramError(_refusal(what))
     path = _NAMED[digest]
@@ -73,7 +78,7 @@ def trusted_program(digest: str, what: str) -> tuple[str, bytes]:
 
 
 def program_digest(path: str) -> str:
-    """16 hexadecimal digits of the SHA-256 of a Python file."""
+    """Returns the first 16 hexadecimal digits of the SHA-256 of a Python file."""
     return _digest(_source(path))
 
 

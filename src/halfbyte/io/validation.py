@@ -15,9 +15,9 @@ INT32_MAX = 2**31 - 1
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 MAX_NAME_BYTES = 255 - 40
-"""Bytes of one part of a path: file systems take 255, and a temporary name has a prefix and a suffix."""
+"""Limit of one part of a path in bytes: file systems allow 255, and temporary names have a prefix and a suffix."""
 MAX_PATH_BYTES = 4096 - 512
-"""Bytes of a whole path, less those of the files below it."""
+"""Limit of a whole path in bytes, without the files below it."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _URL = re.compile(r"(s3|gs):/+")
@@ -36,8 +36,8 @@ def check_int(field: str, value: Any, *, least: int = 0, most: int = INT32_MAX, 
 
 def check_float(field: str, value: Any, *, holds: bool, wanted: str) -> None:
     """Raises ValueError unless `value` is a finite number and `holds`; `wanted` states the condition in the message."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not holds:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not holds:
         raise ValueError(f"{field} must be {wanted}, got {_format_number(value)}")
 
 

@@ -29,7 +29,7 @@ SHARED_SITES = ("shared_gate", "shared_up", "shared_down")
 ROUTERS = ("softmax", "sigmoid")
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 1 << 18
-"""Experts of all layers together: each is three tensors of a Hugging Face folder."""
+"""Experts of all layers in total: each is three tensors of a Hugging Face folder."""
 MAX_PARAMETERS = 10**14
 """A hundred times the largest model that was ever trained; a larger count is a typing error."""
 
@@ -115,18 +115,18 @@ class LlamaConfig:
             )
 
     def _min_parameters(self) -> int:
-        """The matrices alone, from the numbers, before a single shape is built."""
+        """Returns the number of elements of the matrices, computed before any array shape is built."""
         attention = 2 * self.embed * self.head_dim * (self.heads + self.kv_heads)
         mlp = max(self.experts + self.shared_experts, 1) * 3 * self.embed * self.mlp
         return self.layers * (attention + mlp) + self.vocab_size * self.embed
 
     @property
     def active_mlp(self) -> int:
-        """The MLP width that a token passes: of all its experts together."""
+        """Returns the MLP width that a token passes: the sum over its routed and shared experts."""
         return self.mlp * max(self.experts_per_token + self.shared_experts, 1)
 
     def replace(self, **changes: object) -> LlamaConfig:
-        """The same model with some fields changed."""
+        """Returns the same model with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -170,14 +170,16 @@ def param_specs(cfg: LlamaConfig) -> Specs:
     }
     if cfg.experts:
         mlp = {"norm": mlp["norm"], **_expert_specs(cfg, mlp)}
-    own, unit = (cfg.vocab_size, cfg.embed), 1 / math.sqrt(cfg.embed)
+    table_shape, unit = (cfg.vocab_size, cfg.embed), 1 / math.sqrt(cfg.embed)
     specs: Specs = {
-        "embed": ParamSpec(own, ("vocab", "embed"), unit if cfg.tied else 1.0, "embedding", "model.embed_tokens"),
+        "embed": ParamSpec(
+            table_shape, ("vocab", "embed"), unit if cfg.tied else 1.0, "embedding", "model.embed_tokens"
+        ),
         "layers": {"attention": attention, "mlp": mlp},
         "final_norm": ParamSpec((cfg.embed,), ("width",), None, "norm", "model.norm"),
     }
     if not cfg.tied:
-        specs["head"] = ParamSpec(own[::-1], ("embed", "vocab"), unit, "head", "lm_head")
+        specs["head"] = ParamSpec(table_shape[::-1], ("embed", "vocab"), unit, "head", "lm_head")
     return specs
 
 
@@ -193,9 +195,9 @@ def _expert_specs(cfg: LlamaConfig, mlp: Mapping[str, ParamSpec]) -> dict[str, P
         bias, module = (cfg.layers, cfg.experts), f"{router}.e_score_correction_bias"
         specs["router_bias"] = ParamSpec(bias, ("layers", None), 0.0, "balance", module)
     for name, module in zip(("gate", "up", "down"), modules, strict=True):
-        one = mlp[name]
+        spec = mlp[name]
         specs[f"expert_{name}"] = dataclasses.replace(
-            one, shape=(cfg.layers, cfg.experts, *one.shape[1:]), axes=("layers", "expert", *one.axes[1:]),
+            spec, shape=(cfg.layers, cfg.experts, *spec.shape[1:]), axes=("layers", "expert", *spec.axes[1:]),
             kind="experts", module=module, active_experts=cfg.experts_per_token,
         )  # fmt: skip
     return specs | (_shared_specs(cfg) if cfg.shared_experts else {})
@@ -205,8 +207,8 @@ def _shared_specs(cfg: LlamaConfig) -> dict[str, ParamSpec]:
     """Returns the specs of the shared experts: the MLP of a dense model of their total width."""
     width = cfg.mlp * cfg.shared_experts
     dense = param_specs(cfg.replace(mlp=width, experts=0, experts_per_token=0, router=ROUTERS[0], shared_experts=0))
-    own = {name: dense["layers"]["mlp"][name.removeprefix("shared_")] for name in SHARED_SITES}
-    return {n: dataclasses.replace(s, module=s.module.replace("mlp.", "mlp.shared_experts.")) for n, s in own.items()}
+    specs = {name: dense["layers"]["mlp"][name.removeprefix("shared_")] for name in SHARED_SITES}
+    return {n: dataclasses.replace(s, module=s.module.replace("mlp.", "mlp.shared_experts.")) for n, s in specs.items()}
 
 
 @dataclasses.dataclass(frozen=True)

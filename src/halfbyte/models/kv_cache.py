@@ -1,8 +1,8 @@
-"""Generation with a key-value cache: `prefill` reads the prompts, `decode_step` adds one token to each row. All
-shapes are static, both jit.
+"""Generation with a key-value cache: `prefill` reads the prompts, `decode_step` appends one token to each row.
 
-Prompts of different lengths are padded on the right; row b holds `lengths[b]` tokens. Padding is written into the cache
-too, but never seen: a query sees the first `length + 1` entries, and later tokens overwrite the padding.
+All shapes are static, so both functions can be jitted. Prompts of different lengths are padded on the right; row b has
+`lengths[b]` tokens. Padding is written into the cache too, but masked: a query attends to the first `length + 1`
+entries, and later tokens overwrite the padding.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from halfbyte.ops.attention import attention, masked_attention
 
 
 class KVCache(NamedTuple):
-    """Rotated keys and values of every layer, [layers, batch, size, kv_heads, head_dim], and how many entries of each
-    row are real, int32 [batch].
+    """Rotated keys and values of all layers, [layers, batch, size, kv_heads, head_dim].
+
+    `lengths`, int32 [batch], is the number of valid entries per row.
     """
 
     k: jax.Array
@@ -39,8 +40,9 @@ def prefill(
     *,
     size: int,
 ) -> tuple[jax.Array, KVCache]:
-    """(logits of each row's last token, float32 [batch, vocab]; the cache). `tokens` [batch, seq] padded on the
-    right, `lengths` int32 [batch] (None: all full).
+    """Returns the logits of the last token of every row, float32 [batch, vocab], and the cache of `size` entries.
+
+    `tokens` [batch, seq] are padded on the right. `lengths` is int32 [batch]; None: no row is padded.
     """
     batch, seq = tokens.shape
     if size < seq:
@@ -50,28 +52,29 @@ def prefill(
         )
     if lengths is None:
         lengths = jnp.full((batch,), seq, jnp.int32)
-    kept: list[jax.Array] = []
+    keys_values: list[jax.Array] = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        kept[:] = [k, v]
+        keys_values[:] = [k, v]
         return attention(q, k, v, None, implementation=ctx.attention, mesh=ctx.mesh, rules=ctx.rules)
 
-    tables, room = rope_of(cfg, jnp.arange(seq, dtype=jnp.int32)[None]), ((0, 0), (0, size - seq), (0, 0), (0, 0))
+    tables, padding = rope_of(cfg, jnp.arange(seq, dtype=jnp.int32)[None]), ((0, 0), (0, size - seq), (0, 0), (0, 0))
 
     def visit(x: jax.Array, weights: Params, here: LayerContext, _: None) -> tuple[jax.Array, list[jax.Array]]:
         x = transformer_block(cfg, weights, x, tables, here, attend)
-        return x, [jnp.pad(each, room) for each in kept]
+        return x, [jnp.pad(array, padding) for array in keys_values]
 
-    x, made = scan_layers(cfg, params, embed_inputs(cfg, params, tokens, ctx), ctx, visit)
+    x, segment_caches = scan_layers(cfg, params, embed_inputs(cfg, params, tokens, ctx), ctx, visit)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return _logits(cfg, params, last, ctx), _cache(made, lengths)
+    return _logits(cfg, params, last, ctx), _cache(segment_caches, lengths)
 
 
 def decode_step(
     cfg: LlamaConfig, params: Params, cache: KVCache, tokens: jax.Array, ctx: ModelContext = DEFAULT_CONTEXT
 ) -> tuple[jax.Array, KVCache]:
-    """(logits after `tokens`, float32 [batch, vocab]; the cache with them). `tokens` int32 [batch], one for each row.
-    Rows that are full must not be extended.
+    """Returns the logits after `tokens`, float32 [batch, vocab], and the cache with their keys and values.
+
+    `tokens` is int32 [batch], one per row. The caller must not extend a full row: this is not checked.
     """
     batch, size = cache.k.shape[1:3]
     rows = jnp.arange(batch)
@@ -79,21 +82,23 @@ def decode_step(
     tables = rope_of(cfg, cache.lengths[:, None])
 
     def visit(x: jax.Array, weights: Params, here: LayerContext, entry: Any) -> tuple[jax.Array, list[jax.Array]]:
-        kept: list[jax.Array] = []
+        keys_values: list[jax.Array] = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            kept[:] = [old.at[rows, cache.lengths].set(new[:, 0]) for old, new in zip(entry, (k, v), strict=True)]
-            return masked_attention(q, kept[0], kept[1], visible)
+            keys_values[:] = [
+                old.at[rows, cache.lengths].set(new[:, 0]) for old, new in zip(entry, (k, v), strict=True)
+            ]
+            return masked_attention(q, keys_values[0], keys_values[1], visible)
 
-        return transformer_block(cfg, weights, x, tables, here, attend), kept
+        return transformer_block(cfg, weights, x, tables, here, attend), keys_values
 
     x = embed_inputs(cfg, params, tokens[:, None], ctx)
-    x, made = scan_layers(cfg, params, x, ctx, visit, (cache.k, cache.v))
-    return _logits(cfg, params, x, ctx), _cache(made, cache.lengths + 1)
+    x, segment_caches = scan_layers(cfg, params, x, ctx, visit, (cache.k, cache.v))
+    return _logits(cfg, params, x, ctx), _cache(segment_caches, cache.lengths + 1)
 
 
 def _cache(made: list[Any], lengths: jax.Array) -> KVCache:
-    """Keys and values of all layers, from those of each segment."""
+    """Concatenates the keys and values of the segments, [layers of the segment, ...], to those of all layers."""
     k, v = jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
     return KVCache(k, v, lengths)
 

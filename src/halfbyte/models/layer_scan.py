@@ -45,23 +45,22 @@ def scan_layers(
     `entries` are stacked [layers, ...]; `visit` gets the entry of its layer.
     """
     specs, outputs = param_specs(cfg), []
-    masters = (
-        None if ctx.on_mesh else lax.stop_gradient(params["layers"])
-    )  # of all layers: a slice of a stack would be a copy
+    # Stacks of all layers: a slice of a segment would be a copy.
+    masters = None if ctx.on_mesh else lax.stop_gradient(params["layers"])
     for segment in layer_segments(cfg, ctx):
         segment_ctx = LayerContext(ctx, specs, segment.recipes, {})
         weights = slice_segment(params["layers"], cfg, segment)
 
-        numbers = np.arange(segment.start, segment.stop, dtype=np.int32)  # constants if the layers are unrolled
-        drawn = stream_words_of_layers(ctx.key, segment.recipes, jnp.asarray(numbers))
+        layer_indices = np.arange(segment.start, segment.stop, dtype=np.int32)  # constants if the layers are unrolled
+        drawn = stream_words_of_layers(ctx.key, segment.recipes, jnp.asarray(layer_indices))
 
         def body(
             carry: tuple[jax.Array, Any], layer: Any, segment: LayerSegment = segment, drawn: StreamWords = drawn
         ) -> Any:
-            (x, residuals), (weights, number, entry) = carry, layer
-            index = number - segment.start
+            (x, residuals), (weights, layer_index, entry) = carry, layer
+            index = layer_index - segment.start
             stacks = None if residuals is None else ResidualStacks(residuals[0], dict(residuals[1]), index)
-            stacked = None if masters is None else StackedMasterWeights(masters, weights, number)
+            stacked = None if masters is None else StackedMasterWeights(masters, weights, layer_index)
             keys = stream_words_of_layer(drawn, index)
             layer_ctx = LayerContext(ctx, specs, segment.recipes, keys, stacks=stacks, masters=stacked)
             x, out = visit(x, weights, layer_ctx, entry)
@@ -74,18 +73,20 @@ def scan_layers(
             )
         weights = prequantize_layers(weights, x, segment_ctx)
         residuals = allocate_residual_stacks(segment, x, cfg.mlp, ctx)
-        x, out = _run_segment(layer, x, residuals, (weights, numbers, slice_segment(entries, cfg, segment)), ctx=ctx)
+        x, out = _run_segment(
+            layer, x, residuals, (weights, layer_indices, slice_segment(entries, cfg, segment)), ctx=ctx
+        )
         outputs.append(out)
     return x, outputs
 
 
 def unstack_layers(stacked: Any, count: int, *, cut: bool = False) -> list[Any]:
-    """Returns the `count` layers of a tree of stacked arrays [count, ...]; `cut` if these are on several devices.
+    """Returns the `count` layers of a tree of stacked arrays [count, ...]; `cut`: they are sharded over devices.
 
     `lax.scan(..., unroll=all)` returns the gradient of a stack as a concatenation of its layers' gradients. XLA fuses
-    the concatenation with each consumer, and keeps all parts in memory until then. The VJP here writes each layer's
-    gradient into the stack as soon as it is computed. With `cut` the stack starts as zeros: XLA allocates an empty
-    array of the whole stack on every device, but zeros only of a device's shard.
+    the concatenation with each consumer, and the gradients of all layers stay in memory until then. The VJP here writes
+    each layer's gradient into the stack as soon as it is computed. With `cut` the stack starts as zeros: XLA would
+    allocate an empty array of the whole stack on every device, but zeros only of the device's shard.
     """
     leaves, structure = jax.tree.flatten(stacked)
     floats = jnp.float32, jnp.bfloat16  # dtypes that can have a gradient

@@ -1,9 +1,10 @@
-"""The linears of a layer, through `ops.qdots` and `ops.mlp`.
+"""Linears and gated MLP of a layer, computed by `ops.qdots` and `ops.mlp`.
 
-Under `compute_dtype=float32` a linear that the policy leaves alone is a plain float32 product: the bf16 recipe would
-round its operands, and that mode exists to compare the model with another implementation to the last digits.
+Under `compute_dtype=float32` a linear that the policy does not quantize is a plain float32 product. The bf16 recipe
+would round its operands, and that mode exists to compare the model with another implementation to the last digits.
 
-On a mesh x comes and goes as it lies between blocks, its positions cut over `tensor` too; inside, features are.
+On a mesh the input and output of a block are sharded as the residual stream, its positions over `tensor` too. Inside a
+block, features are sharded over `tensor` instead.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ StackedResiduals = tuple[tuple[jax.Array, jax.Array] | None, dict[str, jax.Array
 
 
 def with_delayed_amaxes(layers: Params, amaxes: jax.Array, segment: LayerSegment, paths: Sequence[str]) -> Params:
-    """Stacked `layers` of a segment with `amaxes` [layers, paths, 3] added to the weights of recipes with a history."""
+    """Adds `amaxes` [layers, paths, 3] to those stacked weights of a segment whose recipe has an amax history."""
 
     def with_amaxes(path: str, weight: Any) -> Any:
         if path not in segment.recipes or not segment.recipes[path].amax_history_len:
@@ -50,25 +51,25 @@ def with_delayed_amaxes(layers: Params, amaxes: jax.Array, segment: LayerSegment
 
 
 def prequantize_layers(layers: Params, x: jax.Array, here: LayerContext) -> Params:
-    """Stacked `layers` of a loop with the codes of those weights that are gathered as codes; x is the stream."""
+    """Prequantizes those stacked weights of a segment that are all-gathered as codes; x is the residual stream."""
     sites = [tuple(path.split("/")[1:]) for path in here.recipes if not path.startswith(f"layers/{EXPERT_PREFIX}")]
     if not (
         here.on_mesh
         and here.ctx.is_scanned
-        and here.shards_evenly(x, *(axes for at in sites for axes in here.io_axes(*at)))
+        and here.shards_evenly(x, *(axes for group_and_name in sites for axes in here.io_axes(*group_and_name)))
     ):
         return layers
     flat = flatten_specs(layers)
-    ahead = {
+    loop_linears = {
         path: site
-        for path, at in (("/".join(at), at) for at in sites)
-        if (site := _site(here, *at)).should_prequantize(x.ndim) and not isinstance(flat[path], ops.QWeight)
+        for path, group_and_name in (("/".join(group_and_name), group_and_name) for group_and_name in sites)
+        if (site := _site(here, *group_and_name)).should_prequantize(x.ndim) and not isinstance(flat[path], ops.QWeight)
     }
-    if not ahead:
+    if not loop_linears:
         return layers
-    stacks = {path: flat[path] for path in ahead}
+    stacks = {path: flat[path] for path in loop_linears}
     return unflatten_specs(
-        {**flat, **ops.prequantize_stacked_weights(stacks, jax.ShapeDtypeStruct(x.shape, x.dtype), ahead)}
+        {**flat, **ops.prequantize_stacked_weights(stacks, jax.ShapeDtypeStruct(x.shape, x.dtype), loop_linears)}
     )
 
 
@@ -81,17 +82,21 @@ def apply_linears(
     x: jax.Array, weights: Params, here: LayerContext, group: str, names: Sequence[str],
     copies: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """x [..., inputs] times each of the weights `names` of `group` ("attention" or "mlp"), in x's dtype. With `copies`,
-    x once more for each further linear, each has its own gradient.
+    """Multiplies x [..., inputs] by the weights `names` of `group` ("attention" or "mlp"); results in the dtype of x.
+
+    `copies` are values equal to x, one per linear after the first, so that every linear has its own gradient of x.
     """
     recipes, x = [here.recipe(group, name) for name in names], here.observe_input(x, group, names)
 
-    def given(name: str, y: jax.Array) -> jax.Array:
+    def named_output(name: str, y: jax.Array) -> jax.Array:
         return name_linear_output(here.observe_output(y, group, name))
 
     if all(is_float32_product(x, recipe) for recipe in recipes):
-        return tuple(given(n, jnp.dot(x, here.constrain_weight(group, n, weights[n]).astype(x.dtype))) for n in names)
-    made = ops.qdots(
+        return tuple(
+            named_output(name, jnp.dot(x, here.constrain_weight(group, name, weights[name]).astype(x.dtype)))
+            for name in names
+        )
+    outputs = ops.qdots(
         x,
         [weights[name] for name in names],
         recipes=recipes,
@@ -99,65 +104,69 @@ def apply_linears(
         execution=here.execution(x, group, names, weights),
         copies=copies,
     )
-    return tuple(given(name, y) for name, y in zip(names, made, strict=True))
+    return tuple(named_output(name, y) for name, y in zip(names, outputs, strict=True))
 
 
 def gated_mlp(
     x: jax.Array, weights: Params, here: LayerContext, activation: ops.Activation, sites: Sequence[str] = MLP_SITES
 ) -> jax.Array:
-    """(a(x gate) * (x up)) down, in x's dtype, with the weights that are called `sites`."""
+    """Returns (a(x gate) * (x up)) down in the dtype of x; `sites` are the names of the three weights."""
     recipes = dict(zip(MLP_SITES, (here.recipe("mlp", name) for name in sites), strict=True))
     if all(is_float32_product(x, recipe) for recipe in recipes.values()):
         gate, up = apply_linears(x, weights, here, "mlp", sites[:2])
         (y,) = apply_linears(activation.fn(gate) * up, weights, here, "mlp", sites[2:])
         return y
     stacks, x = here.stacks, here.observe_input(x, "mlp", sites[:2])
-    place = None if stacks is None or stacks.gate_up is None else (*stacks.gate_up, stacks.layer_index)
+    stack_slices = None if stacks is None or stacks.gate_up is None else (*stacks.gate_up, stacks.layer_index)
     gate, up, down = (weights[name] for name in sites)
-    y, kept = ops.mlp_with_stacked_residuals(
+    y, residuals = ops.mlp_with_stacked_residuals(
         x,
         (gate, up, down),
-        place,
+        stack_slices,
         recipe=recipes,
         key=tuple(here.keys.get(f"mlp/{name}") for name in sites),
         config=ops.GatedActivationConfig(
-            activation, "input" if place is None and here.ctx.remat == "quantized" else "operands"
+            activation, "input" if stack_slices is None and here.ctx.remat == "quantized" else "operands"
         ),
         execution=here.execution(x, "mlp", sites, weights),
     )
-    if stacks is not None and kept is not None:
-        stacks.gate_up = kept[:2]
+    if stacks is not None and residuals is not None:
+        stacks.gate_up = residuals[:2]
     return here.observe_output(y, "mlp", sites[2])
 
 
 def allocate_residual_stacks(
     segment: LayerSegment, x: jax.Array, width: int, ctx: ModelContext
 ) -> StackedResiduals | None:
-    """Empty stacks of a segment's looped layers: of gate's and up's results, of `width`, and of what norms read. None
-    where each layer keeps its own: without a gradient or a loop, under remat, or where no kernel would read them.
+    """Allocates the residual stacks of a segment's scanned layers: outputs of gate and up ([..., width]), norm inputs.
+
+    Returns None if each layer saves its own residuals: without a gradient or a scan, under remat, or if no kernel
+    would read the stacks.
     """
     if not ctx.uses_stacked_residuals:
         return None
-    both, norms = _stacks_of_products(segment, x, width, ctx), _stacks_of_norms(segment, x, ctx)
-    return (both, norms) if both or norms else None
+    gate_up, norms = _stacks_of_products(segment, x, width, ctx), _stacks_of_norms(segment, x, ctx)
+    return (gate_up, norms) if gate_up or norms else None
 
 
 def _stacks_of_products(
     segment: LayerSegment, x: jax.Array, width: int, ctx: ModelContext
 ) -> tuple[jax.Array, jax.Array] | None:
-    """None without a quantized MLP, or where the mesh does not cut them evenly over all its axes."""
+    """Allocates the stacks of gate and up; None without a quantized MLP or if the mesh does not shard them evenly."""
     axes, layers = block_activation_axes("mlp"), segment.stop - segment.start
     mlps = [segment.recipes[path] for path in segment.recipes if path.removeprefix("layers/mlp/") in MLP_SITES]
     quantized = any(recipe.quantized for recipe in mlps) and x.dtype == jnp.bfloat16
     if not quantized or layers < 2 or not _shards_evenly(x, axes, ctx):
         return None
     spec = None if ctx.mesh is None else ctx.rules.spec(axes, ctx.mesh)
-    g, u = (empty_sharded_stack(layers, (*x.shape[:-1], width), x.dtype, mesh=ctx.mesh, spec=spec) for _ in range(2))
-    return g, u
+    gate, up = (
+        empty_sharded_stack(layers, (*x.shape[:-1], width), x.dtype, mesh=ctx.mesh, spec=spec) for _ in range(2)
+    )
+    return gate, up
 
 
 def _stacks_of_norms(segment: LayerSegment, x: jax.Array, ctx: ModelContext) -> dict[str, jax.Array]:
-    """By group; none where norms are XLA's."""
+    """Allocates the stacks of norm inputs by group; empty if XLA computes the norms."""
     if norm_kernel_refusal(x.shape, x.dtype, looped=False, mesh=ctx.mesh, rules=ctx.rules):
         return {}
     layers, spec = (
@@ -170,14 +179,14 @@ def _stacks_of_norms(segment: LayerSegment, x: jax.Array, ctx: ModelContext) -> 
 
 
 def _shards_evenly(x: jax.Array, axes: Axes, ctx: ModelContext) -> bool:
-    """Whether a result of `axes` made of x is cut over every axis of the mesh, evenly."""
+    """Returns True if an output with these logical axes, computed from x, is sharded evenly over all mesh axes."""
     if ctx.mesh is None:
         return True
-    cut = axes_in(dim_axes_of_spec(ctx.rules.spec(axes, ctx.mesh), len(axes)))
-    over_all = all(axis in (*cut, *manual_axes()) for axis, size in ctx.mesh.shape.items() if size > 1)
-    return over_all and LayerContext(ctx, {}, {}, {}).shards_evenly(x, RESIDUAL_STREAM_AXES, axes)
+    sharded_axes = axes_in(dim_axes_of_spec(ctx.rules.spec(axes, ctx.mesh), len(axes)))
+    covers_mesh = all(axis in (*sharded_axes, *manual_axes()) for axis, size in ctx.mesh.shape.items() if size > 1)
+    return covers_mesh and LayerContext(ctx, {}, {}, {}).shards_evenly(x, RESIDUAL_STREAM_AXES, axes)
 
 
 def is_float32_product(x: jax.Array, recipe: Recipe) -> bool:
-    """Whether this product is plain float32."""
+    """Returns True if the linear of x is a plain float32 product: float32 input and no quantized operand."""
     return x.dtype == jnp.float32 and not recipe.quantized

@@ -1,9 +1,9 @@
-"""Llama 3, Qwen3 and their kin with experts as pure functions: `apply`, `loss`, `token_nll`.
+"""Forward pass of Llama 3, Qwen3 and the families with experts, as pure functions: `apply`, `loss`, `token_nll`.
 
-What a model computes is written here once: how it begins (`begin`), one layer (`block`), and how it ends (`normed`,
-`project_logits`); `layer_scan.scan_layers` runs the block over all layers, for every caller. A block is
-x + attention(norm(x)), then x + mlp(norm(x)), with x in the compute dtype. On a mesh, x between blocks is split along
-positions over `tensor` too (`residual_seq`); a block gathers it, and its output projection scatters it again.
+The computation of a model is defined here only: `embed_inputs`, `transformer_block`, `apply_norm` and
+`project_logits`. `layer_scan.scan_layers` runs the block over all layers, for every caller. A block is
+x + attention(norm(x)), then x + mlp(norm(x)), with x in the compute dtype. On a mesh, x between blocks is sharded
+along positions over `tensor` too (`residual_seq`): a block all-gathers it and its output projection reduce-scatters.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ QKV = ("q", "k", "v")
 
 
 def apply(cfg: LlamaConfig, params: Params, batch: Batch, ctx: ModelContext = DEFAULT_CONTEXT) -> jax.Array:
-    """Logits, float32 [batch, seq, vocab]. `batch` holds `tokens` and, if rows are packed, `segments` and `positions`
-    (all int32 [batch, seq]).
+    """Returns the logits, float32 [batch, seq, vocab].
+
+    `batch` has `tokens` and, if rows are packed, `segments` and `positions`, all int32 [batch, seq].
     """
     hidden = hidden_states(cfg, params, batch, ctx)
     return project_logits(cfg, params, hidden, ctx)
@@ -59,8 +60,9 @@ def apply(cfg: LlamaConfig, params: Params, batch: Batch, ctx: ModelContext = DE
 def loss(
     cfg: LlamaConfig, params: Params, batch: Batch, ctx: ModelContext = DEFAULT_CONTEXT, *, z_loss: float = 0.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(mean over scored tokens of nll + z_loss * lse^2, aux). aux: `tokens`, `nll_sum`, `z_sum`; `z_loss` and `nll`,
-    the two parts of the mean.
+    """Returns the mean over scored tokens of nll + z_loss * lse^2, and aux.
+
+    aux has `tokens`, `nll_sum`, `z_sum`, and both terms of the mean: `nll` and `z_loss`.
     """
     total, aux = loss_sum(cfg, params, batch, ctx, z_loss=z_loss)
     scored = jnp.maximum(aux["tokens"], 1.0)
@@ -71,36 +73,39 @@ def loss_sum(
     cfg: LlamaConfig, params: Params, batch: Batch, ctx: ModelContext = DEFAULT_CONTEXT, *, z_loss: float = 0.0,
     balance_loss: float = 0.0, router_z_loss: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
-    """(sum over scored tokens, aux) with aux `tokens`, `nll_sum`, `z_sum`: what microbatches add up before they
-    divide by all tokens. With experts also both losses of their routers, means over layers, times the scored tokens
-    (`balance_sum`, `router_z_sum`), and `load`, float32 [layers, experts] (token, expert) pairs.
+    """Returns the loss summed over scored tokens, and aux: sums that microbatches add before dividing by all tokens.
+
+    aux has `tokens`, `nll_sum` and `z_sum`. With experts it also has both router losses, each the mean over layers
+    times the scored tokens (`balance_sum`, `router_z_sum`), and `load`, float32 [layers, experts]: the number of
+    (token, expert) pairs.
     """
     routed: list[ExpertLoad] = []
     hidden = hidden_states(cfg, params, batch, ctx, routed)
     total, aux = loss_from_hidden(cfg, params, hidden, batch["targets"], ctx, z_loss=z_loss)
     if not cfg.experts:
         return total, aux
-    every = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routed)
-    balance, z = (aux["tokens"] * jnp.mean(each) for each in (every.balance, every.z))
-    found = {"balance_sum": balance, "router_z_sum": z, "load": every.counts.astype(jnp.float32)}
-    return total + balance_loss * balance + router_z_loss * z, aux | jax.tree.map(lax.stop_gradient, found)
+    load = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routed)
+    balance, z = (aux["tokens"] * jnp.mean(term) for term in (load.balance, load.z))
+    router_aux = {"balance_sum": balance, "router_z_sum": z, "load": load.counts.astype(jnp.float32)}
+    return total + balance_loss * balance + router_z_loss * z, aux | jax.tree.map(lax.stop_gradient, router_aux)
 
 
 def loss_from_hidden(
     cfg: LlamaConfig, params: Params, hidden: jax.Array, targets: jax.Array, ctx: ModelContext, *, z_loss: float = 0.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`loss_sum` of what the head reads."""
+    """Returns `loss_sum` without router losses, from hidden states [batch, seq, embed] after the last norm."""
     return cross_entropy(hidden, head_weight(params), targets, z_loss=z_loss, **_logits_options(cfg, ctx))
 
 
 def _logits_options(cfg: LlamaConfig, ctx: ModelContext) -> dict[str, Any]:
-    """How logits are made, for every loss."""
+    """Returns the keyword arguments for chunking and sharding the logits, the same for every loss."""
     return {"chunk": ctx.loss_chunk, "spread": LossSharding(ctx.mesh, ctx.rules, ctx.reduce_dtype)}
 
 
 def token_nll(cfg: LlamaConfig, params: Params, batch: Batch, ctx: ModelContext = DEFAULT_CONTEXT) -> jax.Array:
-    """The negative log-likelihood of every target, float32 [batch, seq], 0 where the target is -1. Logits never exist
-    whole; no gradient.
+    """Returns the negative log-likelihood of every target, float32 [batch, seq]; 0 where the target is -1.
+
+    Logits are computed in chunks and are never in memory at once. Has no gradient.
     """
     hidden = hidden_states(cfg, params, batch, ctx)
     return chunked_nll(hidden, head_weight(params), batch["targets"], **_logits_options(cfg, ctx))
@@ -113,36 +118,37 @@ def hidden_states(
     ctx: ModelContext = DEFAULT_CONTEXT,
     routed: list[ExpertLoad] | None = None,
 ) -> jax.Array:
-    """What the head reads: [batch, seq, embed] in the compute dtype, after the last norm. The load of experts goes to
-    `routed`, stacked by segment.
+    """Returns the hidden states after the last norm, [batch, seq, embed] in the compute dtype.
+
+    The load of experts is appended to `routed`, stacked per segment.
     """
     layer = make_block_fn(cfg, batch, ctx)
 
     def visit(x: jax.Array, weights: Params, here: LayerContext, _: None) -> tuple[jax.Array, ExpertLoad | None]:
-        found: list[ExpertLoad] = []
-        x = layer(x, weights, dataclasses.replace(here, expert_loads=found))
-        return x, found[0] if found else None
+        loads: list[ExpertLoad] = []
+        x = layer(x, weights, dataclasses.replace(here, expert_loads=loads))
+        return x, loads[0] if loads else None
 
-    x, made = scan_layers(cfg, params, embed_inputs(cfg, params, batch["tokens"], ctx), ctx, visit)
+    x, segment_loads = scan_layers(cfg, params, embed_inputs(cfg, params, batch["tokens"], ctx), ctx, visit)
     if routed is not None:
-        routed += made
+        routed += segment_loads
     return all_gather_sequence(apply_norm(cfg, x, params["final_norm"]), ctx)
 
 
 def embed_inputs(cfg: LlamaConfig, params: Params, tokens: jax.Array, ctx: ModelContext) -> jax.Array:
-    """What the first layer reads: [batch, seq, embed] in the compute dtype."""
+    """Returns the input of the first layer: [batch, seq, embed] in the compute dtype."""
     return embed_tokens(params["embed"], tokens, ctx)
 
 
 def apply_norm(cfg: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x after a norm with this weight."""
+    """Applies the RMS norm with this weight to x."""
     return rms_norm(x, weight, cfg.norm_eps)
 
 
 def make_block_fn(
     cfg: LlamaConfig, batch: Batch, ctx: ModelContext
 ) -> Callable[[jax.Array, Params, LayerContext], jax.Array]:
-    """`block` for this batch: a function of x, a layer's weights and its context."""
+    """Returns `transformer_block` for this batch: a function of x, the weights of a layer and its context."""
     attend = functools.partial(
         attention, segments=batch.get("segments"), implementation=ctx.attention, mesh=ctx.mesh, rules=ctx.rules
     )
@@ -153,7 +159,7 @@ def make_block_fn(
 def transformer_block(
     cfg: LlamaConfig, weights: Params, x: jax.Array, tables: RopeTables, here: LayerContext, attend: Any
 ) -> jax.Array:
-    """One transformer block, [batch, seq, embed] -> the same. `attend(q, k, v)` is given rotated q and k."""
+    """Applies one transformer block to x [batch, seq, embed]; `attend(q, k, v)` gets rotated q and k."""
     ctx = here.ctx
     x, h = norm_fanout(cfg, x, weights["attention"], here, ("attention", QKV))
     x = x + attention_block(cfg, weights["attention"], h, tables, here, attend)
@@ -171,16 +177,16 @@ def transformer_block(
 def norm_fanout(
     cfg: LlamaConfig, x: jax.Array, weights: Params, here: LayerContext, sites: tuple[str, Sequence[str]]
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """(x as it goes on, x normed: once, or once for each of its readers, the linears `sites`)."""
+    """Returns the residual stream and norm(x): one copy, or with the norm kernel one per linear in `sites`."""
     ctx, (group, names), weight = here.ctx, sites, weights["norm"]
-    many = 1 if here.watch or group == "mlp" else len(names)  # a watch sees one; an MLP is one op
-    place = None if here.stacks is None else here.stacks.norm_stack(group)
-    looped = place is None and is_scanned(cfg, ctx.unroll)
+    copies = 1 if here.watch or group == "mlp" else len(names)  # an observer sees one copy; an MLP is one op
+    stack_slice = None if here.stacks is None else here.stacks.norm_stack(group)
+    looped = stack_slice is None and is_scanned(cfg, ctx.unroll)
     if norm_kernel_refusal(x.shape, x.dtype, looped=looped, mesh=ctx.mesh, rules=ctx.rules):
         return x, (ctx.constrain(rms_norm(x, weight, cfg.norm_eps), *RESIDUAL_STREAM_AXES),)
-    fork = NormFanout(cfg.norm_eps, many, ctx.mesh, ctx.rules)
-    x, made, stack = rms_norm_fanout(fork, x, weight, place)
-    h = tuple(ctx.constrain(each, *RESIDUAL_STREAM_AXES) for each in made)
+    fanout = NormFanout(cfg.norm_eps, copies, ctx.mesh, ctx.rules)
+    x, normed, stack = rms_norm_fanout(fanout, x, weight, stack_slice)
+    h = tuple(ctx.constrain(copy, *RESIDUAL_STREAM_AXES) for copy in normed)
     if here.stacks is not None and stack is not None:
         here.stacks.norms[group] = stack
     return x, h
@@ -189,7 +195,7 @@ def norm_fanout(
 def attention_block(
     cfg: LlamaConfig, weights: Params, h: Sequence[jax.Array], tables: RopeTables, here: LayerContext, attend: Any
 ) -> jax.Array:
-    """Projections of `h`, the normed x, norms of queries and keys (Qwen3), rotation, attention, output projection."""
+    """Applies attention to `h`, the normed x: projections, norms of q and k (Qwen3), RoPE, attention, projection."""
     ctx, weights = here.ctx, quantize_with_shared_scale(weights, here, "attention") if here.shares_scales else weights
     lead = h[0].shape[:2]
 
@@ -197,14 +203,14 @@ def attention_block(
         # [batch, seq, heads * head_dim] -> [batch, seq, heads, head_dim]
         return ctx.constrain(y.reshape(*lead, -1, cfg.head_dim), "batch", "seq", axis, "head_dim")
 
-    def turn(name: str, y: jax.Array) -> jax.Array:
-        by_head = cfg.qk_norm and not cfg.joint_qk_norm
-        return apply_rope(apply_norm(cfg, y, weights[f"{name}_norm"]) if by_head else y, tables)
+    def norm_and_rotate(name: str, y: jax.Array) -> jax.Array:
+        norm_per_head = cfg.qk_norm and not cfg.joint_qk_norm
+        return apply_rope(apply_norm(cfg, y, weights[f"{name}_norm"]) if norm_per_head else y, tables)
 
     q, k, v = apply_linears(h[0], weights, here, "attention", QKV, copies=h[1:])
     if cfg.joint_qk_norm:
         q, k = apply_norm(cfg, q, weights["q_norm"]), apply_norm(cfg, k, weights["k_norm"])
-    q, k, v = turn("q", heads(q, "heads")), turn("k", heads(k, "kv_heads")), heads(v, "kv_heads")
+    q, k, v = norm_and_rotate("q", heads(q, "heads")), norm_and_rotate("k", heads(k, "kv_heads")), heads(v, "kv_heads")
     out = attend(*(round_residual_stream(t) for t in (q, k, v)))
 
     def project_back(out: jax.Array) -> jax.Array:
@@ -213,13 +219,13 @@ def attention_block(
 
     # [batch, seq, heads, head_dim] -> [batch, seq, heads * head_dim] -> [batch, seq, embed]
     flat = (*lead, cfg.heads * cfg.head_dim)
-    # A watch may keep what it sees, and nothing leaves what is rematerialized.
+    # An observer may store what it sees, and no value may escape from a rematerialized function.
     y = project_back(out.reshape(flat)) if here.watch else call_with_reshaped(project_back, out, flat)
     return ctx.constrain(y, *RESIDUAL_STREAM_AXES)
 
 
 def mlp_block(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerContext) -> jax.Array:
-    """Gated MLP of `h`, the normed x, or experts, with those that all tokens share beside them."""
+    """Applies the gated MLP, or the routed experts plus the shared experts, to `h`, the normed x."""
     weights = quantize_with_shared_scale(weights, here, "mlp") if here.shares_scales else weights
 
     def dense(sites: Sequence[str]) -> jax.Array:
@@ -233,27 +239,28 @@ def mlp_block(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerContex
 
 
 def all_gather_sequence(h: jax.Array, ctx: ModelContext) -> jax.Array:
-    """`h`, split along positions as between blocks, gathered to how a block reads it."""
+    """All-gathers the positions of `h` that are sharded between blocks but not inside them."""
     if axis_size(ctx.mesh, ctx.rules.mesh_axes("residual_seq")) > axis_size(ctx.mesh, ctx.rules.mesh_axes("seq")):
-        # A compiler that may keep excess precision would gather the norm's float32 numbers: twice the bytes, unrounded.
+        # XLA may keep excess precision: without the barrier it gathers the float32 output of the norm, which is twice
+        # the bytes and not rounded.
         h = lax.optimization_barrier(ctx.constrain(h, "batch", "residual_seq", "width"))
     return ctx.constrain(h, "batch", "seq", "width")
 
 
 def project_logits(cfg: LlamaConfig, params: Params, hidden: jax.Array, ctx: ModelContext) -> jax.Array:
-    """Logits, float32 [..., vocab], of hidden states [batch, seq, embed]."""
+    """Returns the logits, float32 [batch, seq, vocab], of hidden states [batch, seq, embed]."""
     weight = head_weight(params).astype(hidden.dtype)
     logits = jnp.dot(hidden, weight, preferred_element_type=jnp.float32)
     return ctx.constrain(logits, "batch", "seq", "vocab")
 
 
 def positions_of(batch: Batch) -> jax.Array:
-    """The batch's positions, or 0, 1, ... in every row."""
+    """Returns the positions of the batch, by default 0, 1, ... in every row."""
     if "positions" in batch:
         return batch["positions"]
     return jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None]
 
 
 def rope_of(cfg: LlamaConfig, positions: jax.Array) -> RopeTables:
-    """cos and sin for the model's frequencies at `positions`."""
+    """Returns cos and sin of the rotary embedding at `positions`, with the frequencies of the model."""
     return rope_cos_sin(positions, rope_frequencies(cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling))

@@ -1,11 +1,11 @@
-"""A mixture of experts in the place of a layer's MLP: route, sort by expert, three grouped linears, weigh and add up.
+"""Mixture of experts instead of the MLP of a layer: route, sort by expert, three grouped linears, weighted combine.
 
-Nothing is dropped: an expert takes all tokens that chose it. Those that are sorted together are those of one
-microbatch, on every mesh. The router is float32 and never quantized; the load is left in `here.routed`.
+No token is dropped: an expert processes all tokens that chose it. On every mesh the tokens of one microbatch are sorted
+together. The router is float32 and never quantized; the load is appended to `LayerContext.expert_loads`.
 
-On a mesh every device knows the logits of all tokens, each made on its token's device, and multiplies its share of the
-experts, with all rows that these have in the microbatch: codes, scales and random bits are those of one device. Rows
-come from their tokens' devices and go back there (`ops.exchange`).
+On a mesh each device computes the logits of its own tokens, which are then all-gathered. It multiplies its share of the
+experts by all their rows in the microbatch, so that codes, scales and random bits are those of one device. Rows are
+dispatched from the devices of their tokens and combined there (`ops.moe_dispatch`).
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ Keys = Sequence[jax.Array | None]
 
 
 def moe_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerContext) -> jax.Array:
-    """h [batch, seq, embed] through the experts that each token chooses, in h's dtype."""
-    own, wide = fan_out_f32(here.ctx.constrain(h, *RESIDUAL_STREAM_AXES))
-    logits = here.ctx.constrain(
-        router_logits(wide, weights["router"]), *RESIDUAL_STREAM_AXES[:2], None
-    )  # of a device's own tokens
-    logits = here.ctx.constrain(logits, *(None,) * logits.ndim)  # of all tokens, which choose as on one device
-    tokens, logits = (each.reshape(-1, each.shape[-1]) for each in (own, logits))
-    found = route(logits, cfg.experts_per_token, normalise=cfg.norm_topk, bias=weights.get("router_bias"))
+    """Applies the experts that each token chooses to h [batch, seq, embed]; the result has the dtype of h."""
+    hidden, hidden_f32 = fan_out_f32(here.ctx.constrain(h, *RESIDUAL_STREAM_AXES))
+    # Computed for the tokens of this device, then all-gathered: tokens choose experts as on one device.
+    logits = here.ctx.constrain(router_logits(hidden_f32, weights["router"]), *RESIDUAL_STREAM_AXES[:2], None)
+    logits = here.ctx.constrain(logits, *(None,) * logits.ndim)
+    tokens, logits = (array.reshape(-1, array.shape[-1]) for array in (hidden, logits))
+    routed = route(logits, cfg.experts_per_token, normalise=cfg.norm_topk, bias=weights.get("router_bias"))
     if here.expert_loads is not None:
-        here.expert_loads.append(found.load)
+        here.expert_loads.append(routed.load)
     recipes = [None if is_float32_product(h, r) else r for r in (here.recipe("mlp", name) for name in EXPERT_SITES)]
     check_grouped_support(recipes)
     tile, capacity = moe_tile_layout(cfg, tokens.shape[0], recipes)
@@ -72,28 +71,28 @@ def moe_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerContext)
         amaxes, tiles = _shared_amaxes(weights[:2], recipes), dataclasses.replace(tiles, backend=here.ctx.backend)
 
         def dot(x: jax.Array, n: int) -> jax.Array:
-            how: dict[str, Any] = {"recipe": recipes[n], "key": keys[n], "amax": amaxes[n], "first": first}
-            y = grouped_matmul(here.observe_input(x, "mlp", EXPERT_SITES[n : n + 1]), weights[n], tiles, **how)
+            options: dict[str, Any] = {"recipe": recipes[n], "key": keys[n], "amax": amaxes[n], "first": first}
+            y = grouped_matmul(here.observe_input(x, "mlp", EXPERT_SITES[n : n + 1]), weights[n], tiles, **options)
             return here.observe_output(y, "mlp", EXPERT_SITES[n])
 
         return dot(gated_activation(ACTIVATIONS[cfg.activation], dot(x, 0), dot(x, 1)), 2)
 
     if here.on_mesh:
         assert here.ctx.mesh is not None
-        rest = tuple(here.placement("mlp", name).w for name in EXPERT_SITES)
-        made = moe_expert_parallel(run, tokens, found, (matrices, keys), rest, mesh=here.ctx.mesh, tile=tile)
-        return here.ctx.constrain(made.reshape(h.shape), *RESIDUAL_STREAM_AXES)
-    rows = row_of_pair(found.experts.reshape(-1), found.load.counts, tile).reshape(found.experts.shape)
-    # [tokens, embed] -> [capacity, embed], sorted by expert, each from a new tile on
-    tiles = ExpertTiles.from_counts(found.load.counts, capacity, tile)
+        weight_specs = tuple(here.placement("mlp", name).w for name in EXPERT_SITES)
+        outputs = moe_expert_parallel(
+            run, tokens, routed, (matrices, keys), weight_specs, mesh=here.ctx.mesh, tile=tile
+        )
+        return here.ctx.constrain(outputs.reshape(h.shape), *RESIDUAL_STREAM_AXES)
+    rows = row_of_pair(routed.experts.reshape(-1), routed.load.counts, tile).reshape(routed.experts.shape)
+    # [tokens, embed] -> [capacity, embed], sorted by expert; each expert begins a new tile
+    tiles = ExpertTiles.from_counts(routed.load.counts, capacity, tile)
     y = run(dispatch_tokens(tokens, rows, capacity), matrices, keys, tiles)
-    return combine_tokens(y, rows, found.weights).reshape(h.shape)
+    return combine_tokens(y, rows, routed.weights).reshape(h.shape)
 
 
 def update_router_biases(params: Params, load: jax.Array | None, rate: float) -> Params:
-    """`params` after a step whose experts had this `load`, [layers, experts]: the biases of routers, if there are any,
-    have moved.
-    """
+    """Returns `params` with router biases, if there are any, updated for the `load` [layers, experts] of a step."""
     mlp = params["layers"]["mlp"]
     if load is None or "router_bias" not in mlp:
         return params
@@ -102,7 +101,7 @@ def update_router_biases(params: Params, load: jax.Array | None, rate: float) ->
 
 
 def moe_tile_layout(cfg: LlamaConfig, tokens: int, recipes: Sequence[Recipe | None]) -> tuple[int, int]:
-    """(rows of a tile, rows of all tiles) of so many tokens on one device."""
+    """Returns the rows per tile and the rows of all tiles for `tokens` tokens on one device."""
     pairs = tokens * cfg.experts_per_token
     tile = choose_tile_rows(pairs, cfg.experts, recipes)
     return tile, buffer_capacity(pairs, cfg.experts, tile)
@@ -112,56 +111,65 @@ def moe_expert_parallel(
     run: Callable[..., jax.Array], x: jax.Array, found: RouterOutput, given: tuple[Matrices, Keys],
     rest: Sequence[PartitionSpec], *, mesh: Mesh, tile: int,
 ) -> jax.Array:  # fmt: skip
-    """x [tokens, embed] through their experts, weighed and added up. All devices of `mesh` share experts evenly: each
-    has its experts' rows of the whole microbatch, as one device would have them. Tokens are cut over all devices, and
-    send a row to each of their experts. Weights come from where they `rest`: parts of many experts, cut over fsdp or
-    tensor, are exchanged for whole ones.
+    """Applies experts to x [tokens, embed] on a mesh and combines their outputs with the router's weights.
+
+    All devices of `mesh` have equally many experts, with the rows of these experts in the whole microbatch. Tokens are
+    sharded over all devices; each sends a row to each of its experts. `rest` are the PartitionSpecs of weights at rest:
+    if they are sharded over fsdp or tensor, an all-to-all exchanges shards of many experts for whole experts.
     """
     axes = tuple(sorted((axis for axis, size in mesh.shape.items() if size > 1), key=lambda axis: axis != EXPERT_AXIS))
-    order = tuple(axis for axis in ALL_MESH_AXES if axis in axes)  # as tokens are cut
+    order = tuple(axis for axis in ALL_MESH_AXES if axis in axes)  # the order in which tokens are sharded
     experts = found.load.counts.shape[0]
-    own = experts // mesh.size
+    experts_per_device = experts // mesh.size
     sizes = [mesh.shape[axis] for axis in axes]
-    # of each share of the experts, in the order of `axes`: the number of its device in the order of tokens
+    # share of the experts (in the order of `axes`) -> index of its device (in the order of tokens)
     device = np.argsort(np.arange(mesh.size).reshape(sizes).transpose([axes.index(axis) for axis in order]).reshape(-1))
 
     def local(_: Any, arrays: tuple[Any, ...], keys: Keys) -> jax.Array:
         words = tuple(None if key is None else jax.random.key_data(key) for key in keys)
-        (x, scale, chosen, counts), weights = arrays[0], tuple(map(whole, arrays[1], cuts))
+        (x, scale, chosen, counts), weights = arrays[0], tuple(map(gather_experts, arrays[1], cuts))
         pairs = jnp.arange(scale.size, dtype=jnp.int32).reshape(scale.shape)
-        first, chosen = lax.axis_index(axes) * own, chosen.reshape(-1)
-        owners = jnp.append(jnp.asarray(device, jnp.int32), jnp.int32(mesh.size))[chosen // own]
+        first, chosen = lax.axis_index(axes) * experts_per_device, chosen.reshape(-1)
+        owners = jnp.append(jnp.asarray(device, jnp.int32), jnp.int32(mesh.size))[chosen // experts_per_device]
         route = ExpertRoute.of(owners, order)
-        here = jnp.nonzero(owners == lax.axis_index(order), size=chosen.size, fill_value=chosen.size)[0]
-        mine = jnp.append(chosen, first + own)[here] - first
+        local_pairs = jnp.nonzero(owners == lax.axis_index(order), size=chosen.size, fill_value=chosen.size)[0]
+        local_experts = jnp.append(chosen, first + experts_per_device)[local_pairs] - first
         rows = all_to_all_dispatch(dispatch_tokens(x, pairs, scale.size), route)
-        counts = lax.dynamic_slice_in_dim(counts, first, own)
-        given = rows, weights, (mine, counts, words, first)
-        y = through(*given) if some == chosen.size else apply_with_capacity(through, some, *given, jnp.sum(counts))
+        counts = lax.dynamic_slice_in_dim(counts, first, experts_per_device)
+        inputs = rows, weights, (local_experts, counts, words, first)
+        y = (
+            apply_local_experts(*inputs)
+            if capacity == chosen.size
+            else apply_with_capacity(apply_local_experts, capacity, *inputs, jnp.sum(counts))
+        )
         return combine_tokens(all_to_all_combine(y, route), None, scale)
 
-    def through(rows: jax.Array, weights: Matrices, rest: Any) -> jax.Array:
-        mine, counts, words, first = rest
-        typed = tuple(
+    def apply_local_experts(rows: jax.Array, weights: Matrices, rest: Any) -> jax.Array:
+        local_experts, counts, words, first = rest
+        typed_keys = tuple(
             None if w is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)
         )
         return apply_in_tiles(
-            rows, mine[: rows.shape[0]], counts, tile, lambda rows, tiles: run(rows, weights, typed, tiles, first)
+            rows,
+            local_experts[: rows.shape[0]],
+            counts,
+            tile,
+            lambda rows, tiles: run(rows, weights, typed_keys, tiles, first),
         )
 
-    def whole(w: jax.Array, cut: DimAxes) -> jax.Array:
+    def gather_experts(w: jax.Array, cut: DimAxes) -> jax.Array:
         for axis, dim in ((axis, dim) for axis in axes for dim in (1, 2) if axis in cut[dim]):
             w = lax.all_to_all(w, axis, split_axis=0, concat_axis=dim, tiled=True)
         return w
 
-    filled = ((0, -x.shape[0] % mesh.size), (0, 0))  # with tokens that no expert has
-    chosen = jnp.pad(found.experts, filled, constant_values=experts)
+    padding = ((0, -x.shape[0] % mesh.size), (0, 0))  # padding tokens, whose expert index is none of the experts
+    chosen = jnp.pad(found.experts, padding, constant_values=experts)
     matrices, keys = given
     kinds = [None if key is None else jax.random.key_impl(key) for key in keys]
-    some = _initial_capacity(chosen.size, mesh.size)
+    capacity = _initial_capacity(chosen.size, mesh.size)
     cuts = [dim_axes_of_spec(spec, 3) for spec in rest]
     outer = [tuple(axis for axis in axes if axis not in axes_in(cut[1:])) for cut in cuts]
-    arrays = (jnp.pad(x, filled), jnp.pad(found.weights, filled), chosen, found.load.counts), matrices
+    arrays = (jnp.pad(x, padding), jnp.pad(found.weights, padding), chosen, found.load.counts), matrices
     tokens, everywhere = PartitionSpec(order), PartitionSpec()
     cut = (
         (tokens, tokens, everywhere, everywhere),

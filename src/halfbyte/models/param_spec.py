@@ -1,7 +1,7 @@
-"""What is declared of a parameter, and trees of declarations.
+"""Declaration of a parameter (`ParamSpec`) and trees of declarations.
 
-A parameter says what it is. Nothing is concluded from its number of dims: a router has the dims of a linear, and a
-stack of experts has one more.
+A parameter declares its kind. The kind is not inferred from the number of dims: a router has the dims of a linear, and
+a stack of experts has one more.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 PARAM_KIND_NDIMS = {"linear": 2, "experts": 3, "router": 2, "balance": 1, "norm": 1, "embedding": 2, "head": 2}
-"""Kind -> the dims of one layer's. `balance` is a router's bias: state among the weights, which no gradient moves."""
+"""Kind -> number of dims without the layer dim. `balance` is the bias of a router: state that no gradient updates."""
 GEMM_KINDS = ("linear", "experts")
-"""Kinds that a policy may quantize: matrices [in, out], for experts one each."""
+"""Kinds that a policy may quantize: matrices [in, out], one per expert."""
 Specs = dict[str, Any]
 
 
@@ -34,31 +34,31 @@ class ParamSpec:
     kind: str = ""
     module: str = ""
     active_experts: int = 1
-    """Of experts: how many a token passes."""
+    """Of experts: the number to which a token is routed; else 1."""
     dtype: Any = jnp.float32
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Returns the number of elements."""
         return math.prod(self.shape)
 
     @property
     def stacked(self) -> bool:
-        """Whether the first dim is the layers'."""
+        """Returns True if the first dim is that of layers."""
         return self.axes[:1] == ("layers",)
 
     @property
     def experts(self) -> int:
-        """Of experts: how many there are; 0 for anything else."""
+        """Returns the number of experts; 0 for any other kind."""
         return self.shape[self.stacked] if self.kind == "experts" else 0
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies: to all but norms and what balances experts."""
+        """Returns True if weight decay applies: to all kinds but norms and router biases."""
         return self.kind not in ("norm", "balance")
 
     def check(self, path: str) -> None:
-        """ValueError unless it says what it is, and its dims are that kind's."""
+        """Raises ValueError unless `kind` is known and shape and axes have the dims of that kind."""
         if self.kind not in PARAM_KIND_NDIMS:
             raise ValueError(
                 f"parameter {path} {list(self.shape)} declares kind {self.kind!r}, which is none of "
@@ -73,14 +73,14 @@ class ParamSpec:
             )
 
     def initialize(self, key: jax.Array) -> jax.Array:
-        """A freshly initialised array."""
+        """Returns an initial array of `dtype`: normal with deviation `init`, ones if it is None, zeros if it is 0."""
         if not self.init:
             return jnp.full(self.shape, self.init is None, self.dtype)
         return jax.random.normal(key, self.shape, self.dtype) * jnp.asarray(self.init, self.dtype)
 
 
 def flatten_specs(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Path -> leaf, with `/` between names."""
+    """Returns a dict path -> leaf of a nested dict, with `/` between names."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat.update(flatten_specs(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value})
@@ -100,5 +100,5 @@ def unflatten_specs(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def map_specs(function: Any, specs: Specs) -> dict[str, Any]:
-    """The same nested dict with `function` of every spec."""
+    """Applies `function` to every spec of a nested dict."""
     return jax.tree.map(function, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))

@@ -1,8 +1,8 @@
-"""Parameters whose weights are quantized once: for all microbatches of a step, for all tokens that are generated.
+"""Quantizes weights once for several uses: for all microbatches of a step, or for all generated tokens.
 
-A stacked weight [layers, in, out] becomes a stacked `QWeight`, which the model's linears take in place of the matrix;
-its gradient goes to the master weight. The codes are those that each use would have made, so nothing changes but the
-time it takes.
+A stacked weight [layers, in, out] becomes a stacked `QWeight`, which the linears of the model accept instead of the
+matrix. Its gradient goes to the master weight. The codes are those that quantization at each use would give, so no
+result changes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ FUSED_GROUPS = {
     "attention": (("q", "k", "v"),),
     "mlp": (("gate", "up"), EXPERT_SITES[:2], SHARED_SITES[:2]),
 }
-"""Linears of one input, which serving engines join into one, by group; of each expert its own."""
+"""Linears with the same input by group: serving engines fuse them into one linear, for experts one per expert."""
 
 
 def fused_group(group: str, name: str) -> tuple[str, ...]:
-    """The linears that `name` of `group` is joined with, itself among them; none if it stands alone."""
+    """Returns the linears that are fused with `name` of `group`, including itself; empty if it is not fused."""
     return next((names for names in FUSED_GROUPS[group] if name in names), ())
 
 
 def is_qweight(node: Any) -> bool:
-    """True for a weight that is quantized already."""
+    """Returns True if the weight is already quantized."""
     return isinstance(node, ops.QWeight)
 
 
@@ -50,23 +50,23 @@ def quantize_weights(
     mesh: Mesh | None = None,
     rules: LogicalAxisRules = DEFAULT_RULES,
 ) -> Params:
-    """`params` with a QWeight wherever a linear has one recipe in all layers and quantizes its weight without noise."""
-    declared = flatten_specs(param_specs(cfg))
+    """Quantizes the weight of each linear that has one recipe in all layers and no stochastic weight operand."""
+    specs = flatten_specs(param_specs(cfg))
 
     def visit(path: str, weight: Any) -> Any:
-        recipe, spec = _only_recipe(resolved, path), declared[path]
-        if recipe is None or spec.kind == "experts":  # experts are quantized where they are multiplied
+        recipe, spec = _only_recipe(resolved, path), specs[path]
+        if recipe is None or spec.kind == "experts":  # the grouped linear quantizes experts
             return weight
         sharding = None if mesh is None else named_sharding(spec.axes[1:], mesh, rules)
 
-        @jax.jit  # of the codes alone: a master that a program returns would be a copy
+        @jax.jit  # returns only codes: a master that a jitted program returns would be a copy
         @jax.vmap
         def codes(w: jax.Array, amax: jax.Array | None) -> ops.QWeight:
-            made = ops.quantize_weight(w, recipe=recipe, sharding=sharding, amax=amax)
-            return dataclasses.replace(made, master=None)
+            qweight = ops.quantize_weight(w, recipe=recipe, sharding=sharding, amax=amax)
+            return dataclasses.replace(qweight, master=None)
 
-        shared = group_amaxes(params["layers"], resolved, *path.split("/")[1:])
-        return dataclasses.replace(codes(weight, shared), master=weight)
+        shared_amax = group_amaxes(params["layers"], resolved, *path.split("/")[1:])
+        return dataclasses.replace(codes(weight, shared_amax), master=weight)
 
     return {
         **params,
@@ -75,8 +75,10 @@ def quantize_weights(
 
 
 def quantize_with_shared_scale(weights: Params, here: LayerContext, group: str) -> Params:
-    """A layer's `weights` of one group, quantized with one tensor scale where its recipes say so (`shared_scales`);
-    experts share theirs where they are multiplied."""
+    """Quantizes those weights of a layer's group whose recipes share one per-tensor scale (`shared_scales`).
+
+    Experts are not quantized here: the grouped linear shares their scales.
+    """
     for names in FUSED_GROUPS[group]:
         if names[0] in weights and names[0] not in EXPERT_SITES:
             weights = weights | _sharing(weights, here, group, names)
@@ -84,7 +86,7 @@ def quantize_with_shared_scale(weights: Params, here: LayerContext, group: str) 
 
 
 def _sharing(weights: Params, here: LayerContext, group: str, joined: Sequence[str]) -> dict[str, ops.QWeight]:
-    """Those of the `joined` weights that share a scale and have no codes yet, quantized."""
+    """Quantizes those of the `joined` weights that share a scale and have no codes yet."""
     shared = (name for name in joined if has_shared_scale(here.recipe(group, name)))
     names = [name for name in shared if not is_qweight(weights[name])]
     if not names:
@@ -100,33 +102,35 @@ def _sharing(weights: Params, here: LayerContext, group: str, joined: Sequence[s
 
 
 def has_shared_scale(recipe: Recipe) -> bool:
-    """Whether this weight's tensor scale is its group's."""
+    """Returns True if the weight has the per-tensor scale of its fused group."""
     return recipe.shared_scales and recipe.fprop_w.format.tensor_scale
 
 
 def group_amaxes(stacks: Params, resolved: ResolvedPolicy, group: str, name: str) -> jax.Array | None:
-    """float32 [layers], or [layers, experts]: the amax that stands for weight `name`'s own; None if all have their
-    own."""
+    """Returns the amax that scales weight `name`, float32 [layers] or [layers, experts].
+
+    Returns None if the weight is scaled by its own amax in all layers.
+    """
     path, layers = f"layers/{group}/{name}", next(iter(stacks[group].values())).shape[0]
-    together = fused_group(group, name)
-    shared = [name in together and has_shared_scale(resolved.recipe_at(path, layer)) for layer in range(layers)]
+    fused = fused_group(group, name)
+    shared = [name in fused and has_shared_scale(resolved.recipe_at(path, layer)) for layer in range(layers)]
     if not any(shared):
         return None
-    own = {other: matrix_amaxes(_master_of(stacks[group][other])) for other in together}
+    amaxes = {other: matrix_amaxes(_master_of(stacks[group][other])) for other in fused}
     rows = []
     for layer in range(layers):
-        joined = [other for other in together if has_shared_scale(resolved.recipe_at(f"layers/{group}/{other}", layer))]
-        read = joined if shared[layer] else [name]
-        rows.append(functools.reduce(jnp.maximum, (own[other][layer] for other in read)))
+        joined = [other for other in fused if has_shared_scale(resolved.recipe_at(f"layers/{group}/{other}", layer))]
+        sources = joined if shared[layer] else [name]
+        rows.append(functools.reduce(jnp.maximum, (amaxes[other][layer] for other in sources)))
     return jnp.stack(rows)
 
 
 def matrix_amaxes(stack: jax.Array) -> jax.Array:
-    """float32: the amax of each matrix of a stack [..., in, out]."""
-    each = amax_of
+    """Returns the amax, float32 [...], of each matrix of a stack [..., in, out]."""
+    amax = amax_of
     for _ in stack.shape[:-2]:
-        each = jax.vmap(each)
-    return each(stack)
+        amax = jax.vmap(amax)
+    return amax(stack)
 
 
 def _master_of(weight: Any) -> jax.Array:
@@ -134,8 +138,8 @@ def _master_of(weight: Any) -> jax.Array:
 
 
 def _only_recipe(resolved: ResolvedPolicy, path: str) -> Recipe | None:
-    found = {segment.recipes.get(path) for segment in resolved.segments}
-    recipe = found.pop() if len(found) == 1 else None
+    recipes = {segment.recipes.get(path) for segment in resolved.segments}
+    recipe = recipes.pop() if len(recipes) == 1 else None
     if (
         recipe is None
         or recipe.amax_history_len
@@ -146,7 +150,7 @@ def _only_recipe(resolved: ResolvedPolicy, path: str) -> Recipe | None:
 
 
 def with_master_weights(ready: Params, params: Params) -> Params:
-    """`ready` with the master weights of `params` as anchors: what is differentiated is `params`."""
+    """Returns `ready` with the master weights of `params`, so that gradients flow to `params`."""
 
     def join(kept: Any, weight: Any) -> Any:
         return dataclasses.replace(kept, master=weight) if is_qweight(kept) else weight

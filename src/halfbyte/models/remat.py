@@ -1,14 +1,14 @@
-"""What the backward pass keeps of a layer.
+"""Rematerialization policies of a layer: which residuals are saved, which are recomputed in the backward pass.
 
-| remat | kept | recomputed |
+| remat | saved | recomputed |
 |---|---|---|
 | none | all that the VJPs read | nothing |
 | dots | outputs of linears and of fused or context-parallel attention, packed operands | norms, rotations, SwiGLU |
 | quantized | the inputs of both norms; q, k, v; attention's output, as above; scales | operands, the MLP's g and u |
 | full | the layer's input | everything |
 
-`quantized` makes again what costs passes over memory and no GEMM, and of the GEMMs only those of gate and up, whose
-results are most of what a layer keeps.
+`quantized` recomputes what needs only passes over memory. Of the GEMMs it recomputes those of gate and up, whose
+outputs are most of the residuals of a layer.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from jax.ad_checkpoint import checkpoint_name
 from halfbyte.ops.context_parallel_attention import RESIDUAL_NAME
 from halfbyte.ops.operand import SAVED_NAME, SCALES_NAME
 
-LINEAR_NAME = "linear"  # the checkpoint name of a linear's output, in the compute dtype
-STREAM_NAME = "stream"  # of the stream between the halves of a layer, and of what attention reads
+LINEAR_NAME = "linear"  # checkpoint name of the output of a linear, in the compute dtype
+STREAM_NAME = "stream"  # of the residual stream between attention and MLP, and of q, k and v
 # cuDNN's primitives: their outputs are the context and the softmax statistics.
 FUSED_ATTENTION_PRIMITIVE = "dot_product_attention_fwd"
 
 
 def checkpoint_layer(layer: Callable[..., Any], remat: str, *, looped: bool = True) -> Callable[..., Any]:
-    """`layer` (a scan body) with what `remat` says kept for its backward pass.
+    """Wraps `layer` (a scan body) in `jax.checkpoint` with the policy of `remat`.
 
-    A loop keeps the two passes apart; where the layers are unrolled (not `looped`) a barrier must, or the compiler
-    finds that what is computed again is there already.
+    A scan separates forward and backward pass. For unrolled layers (not `looped`) `prevent_cse` adds barriers: without
+    them common subexpression elimination would replace the recomputation by the values of the forward pass.
     """
     if remat == "none":
         return layer
@@ -43,22 +43,22 @@ def checkpoint_layer(layer: Callable[..., Any], remat: str, *, looped: bool = Tr
 
 
 def name_linear_output(y: jax.Array) -> jax.Array:
-    """`y`, marked as a linear's output."""
+    """Names y as the output of a linear for the remat policies."""
     return checkpoint_name(y, LINEAR_NAME)
 
 
 def round_residual_stream(x: jax.Array) -> jax.Array:
-    """`x`, rounded to its dtype for good and marked as part of the stream.
+    """Rounds x to its dtype (`reduce_precision`, which XLA keeps) and names it as residual stream.
 
-    What a remat policy saves is rounded, what it does not save a compiler may carry on with excess precision; with the
-    rounding here, the model computes the same under every policy.
+    A saved residual is rounded, but XLA may carry an unsaved value with excess precision. With the rounding here the
+    model computes the same under every policy.
     """
     bits = jnp.finfo(x.dtype)
     return checkpoint_name(lax.reduce_precision(x, exponent_bits=bits.nexp, mantissa_bits=bits.nmant), STREAM_NAME)
 
 
 def call_with_reshaped(fn: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """fn(x reshaped to `shape`), where the backward pass keeps x, if anyone does, and no reshaped copy beside it."""
+    """Returns fn(x.reshape(shape)); the backward pass may save x, but no reshaped copy of it."""
     return jax.checkpoint(lambda x: fn(x.reshape(shape)), prevent_cse=False, policy=_save_all_but_views)(x)
 
 
@@ -67,7 +67,7 @@ def _save_all_but_views(primitive: Any, *args: Any, **params: Any) -> bool:
 
 
 def _save_dots(primitive: Any, *args: Any, **params: Any) -> bool:
-    # By name and not by `dot_general`: a GEMM's own output is float32, twice the size of what is used.
+    # By name, not by `dot_general`: the output of a GEMM is float32, twice the bytes of the bf16 that is used.
     return _fused_attention(primitive) or _SAVES_DOTS(primitive, *args, **params)
 
 

@@ -1,7 +1,7 @@
-"""The run's data: opened and verified at start, cut among the hosts, put onto the mesh.
+"""Data of a run: opened and verified at start, sharded over hosts, put on the mesh.
 
-Each process reads only the rows that its own devices hold. Which rows these are follows from the mesh, so that a batch
-split over `tensor` or `context` across processes is read by all of them, and one split over `fsdp` is read once.
+Each process reads only the rows of its own devices. The mesh determines these rows: a batch that is sharded over
+`tensor` or `context` across processes is read by all of them, one that is sharded over `fsdp` is read once.
 """
 
 import itertools
@@ -26,14 +26,14 @@ DEMO_SEQ = 128
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Where batches come from. `dataset` is None for synthetic data."""
+    """Source of training and validation batches. `dataset` is None for synthetic data."""
 
     config: TrainConfig
     seq: int
     dataset: Any
 
     def loader(self, mesh: Mesh) -> Any:
-        """Endless training batches of this process, as numpy."""
+        """Returns an endless loader of the training batches of this process, NumPy arrays."""
         host, hosts = host_shard(mesh, self.config.batch, self.seq)
         if self.dataset is None:
             return data.synthetic(
@@ -42,7 +42,7 @@ class BatchSource:
         return data.loader(self.dataset, seed=self.config.seed, **self._host_loader_args(host, hosts))
 
     def validation(self, mesh: Mesh) -> dict[str, Any]:
-        """A function by source name that starts its validation batches."""
+        """Returns by source name a function that opens the loader of its validation batches."""
         host, hosts = host_shard(mesh, self.config.batch, self.seq)
         limit = self.config.validation.batches or None
         if self.dataset is None:
@@ -54,8 +54,8 @@ class BatchSource:
             }
 
         def start(name: str) -> Any:
-            part = self._host_loader_args(host, hosts)
-            return data.loader(self.dataset, split="validation", source=name, max_batches=limit, **part)
+            loader_args = self._host_loader_args(host, hosts)
+            return data.loader(self.dataset, split="validation", source=name, max_batches=limit, **loader_args)
 
         return {name: lambda name=name: start(name) for name in data.validation_sources(self.dataset)}
 
@@ -64,22 +64,22 @@ class BatchSource:
         return {"batch": self.config.batch, "host": host, "hosts": hosts, **fits}
 
     def facts(self) -> dict[str, str]:
-        """tokenizer.json and data.json: what reading text with the model takes when the data is elsewhere."""
+        """Returns tokenizer.json and data.json, with which the model can read text without the data set."""
         if self.dataset is None:
             return {}
         tokenizer = self.dataset.tokenizer()
-        read = {"seq": self.seq, "eos": tokenizer.eos, "bos": tokenizer.bos}
-        return {"tokenizer.json": tokenizer.text, "data.json": json.dumps(read, indent=1) + "\n"}
+        text_config = {"seq": self.seq, "eos": tokenizer.eos, "bos": tokenizer.bos}
+        return {"tokenizer.json": tokenizer.text, "data.json": json.dumps(text_config, indent=1) + "\n"}
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Returns one line for the log."""
         if self.dataset is None:
             return f"synthetic, {self.config.model.vocab_size} tokens"
         return f"{self.config.data}, rows of {self.seq} tokens"
 
 
 def open_batch_source(config: TrainConfig) -> BatchSource:
-    """The data of a run, every shard verified. Refuses what does not fit the model before anything is compiled."""
+    """Opens the data of a run and verifies every shard. Raises DataFitError if it does not fit the model."""
     if config.data == "synthetic":
         return BatchSource(config, config.seq or min(config.model.max_seq, 2048), None)
     dataset: Any
@@ -90,12 +90,14 @@ def open_batch_source(config: TrainConfig) -> BatchSource:
     if problems := data_problems(config, dataset):
         raise DataFitError(config, problems)
     source = BatchSource(config, config.seq or dataset.seq_len, dataset)
-    data.loader(dataset, **source._host_loader_args(0, 1)).close()  # refuses a data set with strange tokens
+    data.loader(
+        dataset, **source._host_loader_args(0, 1)
+    ).close()  # raises if the data set has token ids outside the vocabulary
     return source
 
 
 class DataFitError(ValueError):
-    """A data set does not fit the run. `flags` of `halfbyte train` change the run so that it does."""
+    """Raised if a data set does not fit the run. `flags` of `halfbyte train` change the run so that it does."""
 
     def __init__(self, config: TrainConfig, problems: Sequence[tuple[str, tuple[str, str]]]):
         self.flags = tuple(word for _, flag in problems for word in flag)
@@ -130,22 +132,22 @@ def data_problems(config: TrainConfig, dataset: Any) -> list[tuple[str, tuple[st
 
 
 def host_shard(mesh: Mesh, batch: int, seq: int) -> tuple[int, int]:
-    """(host, hosts): this process reads the host-th of `hosts` equal contiguous parts of every global batch."""
+    """Returns (host, hosts): this process reads chunk `host` of `hosts` equal contiguous chunks of a global batch."""
     indices = batch_sharding(mesh).addressable_devices_indices_map((batch, seq)).values()
     rows = sorted({index[0].indices(batch)[:2] for index in indices if index is not None})
-    first, last = rows[0][0], rows[-1][1]
+    start, stop = rows[0][0], rows[-1][1]
     contiguous = all(before[1] == after[0] for before, after in itertools.pairwise(rows))
-    size = last - first
-    if not contiguous or batch % size or first % size:
+    size = stop - start
+    if not contiguous or batch % size or start % size:
         return 0, 1
-    return first // size, batch // size
+    return start // size, batch // size
 
 
 def make_global_batch(rows: dict[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
-    """This process's rows as its part of global arrays [batch, seq]."""
+    """Returns global arrays int32 [batch, seq] of which this process holds `rows`."""
     sharding = batch_sharding(mesh)
 
-    def place(local: np.ndarray) -> jax.Array:
+    def to_global(local: np.ndarray) -> jax.Array:
         shape = (batch, local.shape[1])
         host, hosts = host_shard(mesh, *shape)
         offset = host * (batch // hosts)
@@ -156,12 +158,14 @@ def make_global_batch(rows: dict[str, np.ndarray], mesh: Mesh, *, batch: int) ->
 
         return jax.make_array_from_callback(shape, sharding, shard)
 
-    return {name: place(np.asarray(value, np.int32)) for name, value in rows.items()}
+    return {name: to_global(np.asarray(value, np.int32)) for name, value in rows.items()}
 
 
 def run_validation(source: BatchSource, mesh: Mesh, evaluate: Callable[[Any], Any]) -> dict[str, float]:
-    """Loss by source name, and `all`: the mean over the tokens of all sources. Empty where the data set has no
-    validation rows."""
+    """Returns the loss by source name, and `all`: the mean over the tokens of all sources.
+
+    Returns an empty dict if the data set has no validation rows.
+    """
     results, nll_total, tokens_total = {}, 0.0, 0.0
     for name, start in source.validation(mesh).items():
         with start() as loader:

@@ -23,7 +23,7 @@ LossScaleState = dict[str, jax.Array]
 def amax_history_len(config: TrainConfig) -> int:
     """Returns the length of the amax history of the run's recipes, in any phase; 0 if none has one."""
     resolved = [phase.resolved(config) for phase in phases(config)]
-    recipes = (recipe for each in resolved for segment in each.segments for recipe in segment.recipes.values())
+    recipes = (recipe for policy in resolved for segment in policy.segments for recipe in segment.recipes.values())
     lengths = sorted({recipe.amax_history_len for recipe in recipes} - {0})
     if len(lengths) > 1:
         raise ValueError(f"a run keeps one length of history, got recipes with {lengths}; give them all the same")
@@ -39,7 +39,7 @@ def initial_amax_history(config: TrainConfig) -> AmaxHistory | None:
         A_t = max(a_(t-1), ..., a_(t-n)),  S_t = fp8_max / A_t
 
     A step's a is the amax of the whole tensor, over all devices and microbatches. If the maximum is 0 or not finite, A
-    is unchanged; its initial value is 0, for which S is 1. A skipped step changes nothing. This is the rule of
+    does not change; its initial value is 0, for which S is 1. A skipped step changes nothing. This is the rule of
     Transformer Engine's update kernel (common/recipe/delayed_scaling.cu, with margin 0 and the algorithm `max`).
 
     a is only known while a pass runs, that of dy in the backward pass: it is returned as the cotangent of A
@@ -74,13 +74,13 @@ def adapt_history(config: TrainConfig, stored: AmaxHistory | None, where: NamedS
     """Returns the history of a run whose config may have changed since it `stored` one: the same if its shapes match,
     else None, or the initial one.
     """
-    begin = functools.partial(initial_amax_history, config)
-    expected = jax.eval_shape(begin)
+    initial = functools.partial(initial_amax_history, config)
+    expected = jax.eval_shape(initial)
     if expected is None:
         return None
     shapes = {name: leaf.shape for name, leaf in (stored or {}).items()}
-    same = shapes == {name: leaf.shape for name, leaf in expected.items()}
-    return stored if same else jax.jit(begin, out_shardings=where)()
+    is_same = shapes == {name: leaf.shape for name, leaf in expected.items()}
+    return stored if is_same else jax.jit(initial, out_shardings=where)()
 
 
 def update_loss_scale(config: LossScaleConfig, scaler: LossScaleState, finite: jax.Array) -> LossScaleState:

@@ -1,7 +1,6 @@
-"""The host loop: feeds the device, reads its numbers one step late, validates, saves, and stops when asked.
+"""Host loop: feeds the device, fetches metrics one step late, validates, saves, and stops on a signal.
 
-The loop owns everything that is not arithmetic. The device never waits for it: step n + 1 is dispatched before the
-numbers of step n are read.
+The device never waits for the host: step n + 1 is dispatched before the metrics of step n are fetched.
 """
 
 import errno
@@ -49,12 +48,12 @@ from halfbyte.train.train_step import (
 
 
 class DivergedError(Exception):
-    """The run has diverged and may not, or could not, roll back."""
+    """Raised if the run has diverged and a rollback is not allowed, or did not help."""
 
 
 @dataclass
 class RunResult:
-    """How a run ended. `stopped` names the signal if it was asked to stop."""
+    """Result of a run. `stopped` is the name of the signal that stopped it, or None."""
 
     directory: Path
     step: int
@@ -147,7 +146,7 @@ class Loop:
     # Steps
 
     def _enter_phase(self) -> None:
-        """Compiles the step of the phase that begins here, if one does."""
+        """Compiles the train step if a precision phase begins at this step."""
         phase = phase_at(self.phases, self.step)
         if self.program is not None and phase.start != self.step:
             return
@@ -159,9 +158,9 @@ class Loop:
         began, how = time.monotonic(), "compiled before"
         shown = self.session.is_main and self.outputs.display is None
         with self.outputs.store.warm_up(self.state.items()), CompileIndicator(self.session.console, shown=shown):
-            if phase.recipe not in self.programs:  # a return to a checkpoint compiles nothing that it has
+            if phase.recipe not in self.programs:  # after a rollback the compiled programs are reused
                 self.programs[phase.recipe] = self._compile(phase)
-                # A step's collectives wait 30 s for a peer (Gloo), and compilers may be further apart: ranks meet here.
+                # Collectives of a step wait 30 s for a peer (Gloo); compile times may differ by more: ranks wait here.
                 self.group.all_gather_json(f"compiled/{len(self.programs)}", phase.recipe.name)
                 how = f"compiled in {time.monotonic() - began:.1f} s"
             self.program, self.evaluate = self.programs[phase.recipe]
@@ -174,11 +173,12 @@ class Loop:
         self.late.restart_clock()
 
     def _compile(self, phase: PrecisionPhase) -> tuple[Any, Any]:
-        """(train step, validation step or None), compiled side by side: a compiler mostly keeps to one core. Beside
-        them runs the self-test of kernels that this and all later phases rely on.
+        """Compiles the train step and the validation step (None if the run has none).
+
+        A single process compiles both concurrently (XLA mostly uses one core), with the kernels' self-test.
         """
-        ahead = [each for each in self.phases if each.recipe not in self.tested]
-        self.tested.update(each.recipe for each in ahead)
+        untested_phases = [later_phase for later_phase in self.phases if later_phase.recipe not in self.tested]
+        self.tested.update(later_phase.recipe for later_phase in untested_phases)
         resolved = phase.resolved(self.config)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         batch = abstract_batch(self.config, self.mesh, seq=self.session.source.seq)
@@ -186,15 +186,15 @@ class Loop:
         step = jit_train_step(self.config, resolved, self.mesh, options=options).lower(state, batch)
         share = lambda topic, value: self.group.all_gather_json(f"order/{len(self.programs)}/{topic}", value)  # noqa: E731
         order = StepScheduling(self.mesh, self.config.schedule_by, share, self._note, options)
-        check = None
+        eval_step = None
         if self.config.validation.every or self.config.validation.at_end:
-            check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
+            eval_step = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
-            check_stacked_residuals_of_loops(self.session, ahead)
-            return compile_train_step(step, resolved, order), check and check.compile()
+            check_stacked_residuals_of_loops(self.session, untested_phases)
+            return compile_train_step(step, resolved, order), eval_step and eval_step.compile()
         with ThreadPoolExecutor(2) as pool:
-            stacks = pool.submit(check_stacked_residuals_of_loops, self.session, ahead)
-            evaluate = pool.submit(lambda: check and check.compile())
+            stacks = pool.submit(check_stacked_residuals_of_loops, self.session, untested_phases)
+            evaluate = pool.submit(lambda: eval_step and eval_step.compile())
             try:
                 return compile_train_step(step, resolved, order), evaluate.result()
             finally:
@@ -218,7 +218,7 @@ class Loop:
         self._write_step_row(self.late.enqueue(self.step, values, input_wait_s=waited))
 
     def _observe(self, batch: Any) -> None:
-        """Calls the observers that are due with the inputs of the next step, outside of the step's time."""
+        """Calls the observers that are due with the inputs of the next step; step time excludes them."""
         for observer in self.observers:
             if is_due(observer, self.step + 1):
                 self._flush_pending_step()
@@ -262,13 +262,13 @@ class Loop:
     # Faults
 
     def _handle_fault(self, fault: TrainingFault) -> None:
-        """Rolls back to the last checkpoint, or raises DivergedError. A memory fault only needs the weights from the
-        disk; a divergence needs --on-divergence, the precision to continue in, and skips the data that led to it."""
+        """Rolls back to the last checkpoint, or raises DivergedError. After a memory fault the stored weights suffice;
+        a divergence needs --on-divergence, the precision to continue in, and skips the batches since the checkpoint."""
         reason = fault.reason + self._where(fault)
-        alone = jax.process_count() == 1  # on several processes only one may have seen a fault of memory
-        willing = alone if fault.in_memory else self.config.on_divergence != "stop"
-        if not willing or len(self.returns) >= self.config.guard.max_rollbacks:
-            raise DivergedError(self._final_status_message(reason, willing=willing))
+        single_process = jax.process_count() == 1  # on several processes a memory fault may be seen by only one
+        may_roll_back = single_process if fault.in_memory else self.config.on_divergence != "stop"
+        if not may_roll_back or len(self.returns) >= self.config.guard.max_rollbacks:
+            raise DivergedError(self._final_status_message(reason, willing=may_roll_back))
         self.outputs.store.wait()
         start = self.restore_for_rollback()
         recipe = "" if fault.in_memory else self.config.on_divergence
@@ -322,7 +322,7 @@ class Loop:
         )
 
     def _begin(self, activity: str, step: int | None = None) -> None:
-        """Reports what this rank does from now on to its group and to the display."""
+        """Reports the new activity of this rank to its process group and to the display."""
         self.group.report_activity(activity, step)
         if self.outputs.display is not None:
             self.outputs.display.begin(activity)
@@ -346,7 +346,7 @@ class Loop:
             self._save()
 
     def _validate(self) -> None:
-        finished = self.late.flush()  # before validation, which is not part of the step's time
+        finished = self.late.flush()  # before validation, so that step time excludes it
         evaluate = functools.partial(self.evaluate, self.state.params, self.state.seed)
         losses = run_validation(self.session.source, self.mesh, evaluate)
         self.result.validation = losses
@@ -357,7 +357,7 @@ class Loop:
         self._note(f"validation after step {self.step}: {text or 'the data set has no validation rows'}")
 
     def _save(self) -> None:
-        self._flush_pending_step()  # a state whose numbers were not looked at is not worth keeping
+        self._flush_pending_step()  # the guard checks the metrics of a state before it is saved
         if int(jax.jit(params_checksum)(self.state.params)) != int(self.state.sentinel):
             raise TrainingFault(
                 self.step, f"step {self.step}: memory has changed the weights after they were written", in_memory=True
@@ -370,10 +370,10 @@ class Loop:
             "returns": [asdict(back) for back in self.returns],
         }
         try:
-            begun = self.outputs.store.save(self.step, self.state.items(), extra=extra)
-        except NonFiniteCheckpointError as poison:
-            raise TrainingFault(self.step, f"step {self.step}: the state was not saved, {poison}") from None
-        self.last_saved = self.step if begun else self.last_saved
+            started = self.outputs.store.save(self.step, self.state.items(), extra=extra)
+        except NonFiniteCheckpointError as error:
+            raise TrainingFault(self.step, f"step {self.step}: the state was not saved, {error}") from None
+        self.last_saved = self.step if started else self.last_saved
         self.late.restart_clock()
 
     def _finish(self) -> None:

@@ -14,8 +14,8 @@ from halfbyte.recipes import GEMM_ROLES
 from halfbyte.train.metrics_log import Throughput, weighted_peak_flops
 
 XLA_NAME = "xla"
-XLA_BACKENDS = ("emulated", "reference")  # backends whose GEMMs are XLA's
-TILES_NAME = "tiles"  # of experts: tiles of rows, each multiplied with its expert's matrix
+XLA_BACKENDS = ("emulated", "reference")  # backends whose GEMMs XLA runs
+TILES_NAME = "tiles"  # backend of experts: grouped GEMM over tiles of rows
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class GemmEntry:
     left: str
     right: str
     bits: int
-    """Of the wider operand's elements."""
+    """Bits per element of the wider operand."""
     runs_in: str
-    """The unit that multiplies: nvfp4, fp8, bf16, ..."""
+    """Tensor-core format of the GEMM: nvfp4, fp8, bf16, ..."""
     execution: str
-    """plain (bf16 by choice), native or emulated."""
+    """plain (bf16, not quantized), native or emulated."""
     multiplied_by: str
-    """The backend that multiplies; xla for those that leave it to XLA."""
+    """The backend that runs the GEMM; xla for backends that leave it to XLA."""
     made_by: tuple[str, ...]
-    """The passes that make the left and the right operand."""
+    """The quantize passes of the left and the right operand."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class LinearEntry:
     backend: str
     gemms: dict[str, GemmEntry]
     flops: float
-    """Of one step, all layers of the segment, three GEMMs."""
+    """FLOPs per step of the three GEMMs in all layers of the segment."""
     passed_over: dict[str, str]
-    """Faster backends that cannot serve this linear, and kernels that cannot make its operands, with the reason."""
+    """Faster backends that do not support this linear and kernels that cannot quantize its operands -> reason."""
     on_device: tuple[int, int, int] = (0, 0, 0)
-    """(tokens, inputs, outputs) of what one device multiplies."""
+    """(tokens, inputs, outputs) of the GEMM of one device."""
 
 
 @dataclass(frozen=True)
 class PrecisionManifest:
-    """All sites, and what they add up to. Shares are of all FLOPs of a step, attention included."""
+    """All linears and their totals. Shares are of all FLOPs of a step, including attention."""
 
     device: str
     recipe: str
@@ -69,10 +69,10 @@ class PrecisionManifest:
     share_4bit: float
     share_by_multiplier: dict[str, float]
     norms: str
-    """Who computes the norms of a layer: kernels, or xla and why."""
+    """What computes the norms of a layer: "kernels", or "xla: " and the reason."""
 
     def to_json(self) -> dict[str, Any]:
-        """As written to manifest.json."""
+        """Returns the manifest as written to manifest.json."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -82,11 +82,11 @@ class PrecisionManifest:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def peak(self, device: Device) -> float | None:
-        """Dense peak, in FLOP/s, of this mix of multipliers on `device`; None where a peak is not known."""
+        """Returns the dense peak in FLOP/s of this mix of formats on `device`; None if a peak is unknown."""
         return weighted_peak_flops(self.share_by_multiplier, device.peak)
 
     def meter(self, device: Device, *, tokens: int, devices: int) -> Throughput:
-        """Rates of a step of `tokens` on `devices` of this kind, MFU against `peak`: for the trainer and for bench."""
+        """Returns the throughput meter of a step of `tokens` tokens on `devices` devices; MFU is relative to `peak`."""
         return Throughput(tokens, self.step_flops / tokens, devices, self.peak(device))
 
 

@@ -45,8 +45,10 @@ class Sink(Protocol):
 
 
 class FaultTolerantSink:
-    """A sink whose failures are reported in one line and never reach the run. A sink that `retries` gets the next row
-    too; any other is dropped."""
+    """A sink whose failures are reported in one line and never stop the run.
+
+    After a failure a sink with `retries` gets the next row, any other is closed and dropped.
+    """
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]):
         self._name, self._say = name, say
@@ -96,8 +98,9 @@ class FaultTolerantSink:
 
 
 class JsonlSink:
-    """One JSON object per line, written at once. Rows of steps past `resume_step` move to NAME.dropped.jsonl when it
-    opens.
+    """Writes one JSON object per line, without buffering.
+
+    Opening moves the rows of steps after `resume_step` to NAME.dropped.jsonl.
 
     Rows that could not be written (a full disk) are retained, MAX_RETAINED at most, and written with a later row or at
     the end; half a line is truncated. `dropped` counts the rows beyond that limit.
@@ -130,7 +133,9 @@ class JsonlSink:
         if rows.damaged[:-1] or (rows.damaged and rows.damaged[-1] <= len(rows.lines + rows.later)):
             lines = ", ".join(map(str, rows.damaged[:8])) + (", ..." if len(rows.damaged) > 8 else "")
             say(f"{self.path}: {len(rows.damaged)} damaged line(s) left out (line {lines})")
-        if rows.later:  # first: a kill between the two writes leaves them in both files, not in none
+        if (
+            rows.later
+        ):  # before the truncation: a kill between the two writes leaves the rows in both files, not in none
             dropped = self.path.with_name(f"{self.path.stem}.dropped.jsonl")
             with open(dropped, "ab", opener=open_no_follow) as file:
                 file.write(b"".join(line + b"\n" for line in rows.later))
@@ -155,7 +160,7 @@ class JsonlSink:
         self._waiting = []
 
     def close(self) -> None:
-        """Raises OSError, closed all the same, if rows still wait and cannot be written now either."""
+        """Writes the retained rows and closes the file. Raises OSError, after closing, if they cannot be written."""
         try:
             self._write_waiting()
         finally:
@@ -209,7 +214,7 @@ class WandbSink:
 
 
 class BackgroundSink:
-    """Feeds a sink from a thread of its own, for one that uses a network: the run never waits for it.
+    """Writes to a sink from a separate thread, for a sink that uses a network: the run never waits for it.
 
     When the thread has failed, or is `MAX_QUEUED` rows behind, `write` raises; `close` waits `CLOSE_S` at most.
     """
@@ -276,38 +281,38 @@ def session_start_event(step: int, wall_time: float) -> bytes:
 
 def read_scalar_events(path: str | os.PathLike[str]) -> Iterator[tuple[int, str, float]]:
     """Yields (step, tag, value) of every number in an event file of TensorBoard; a truncated last record ends it."""
-    data, at = Path(path).read_bytes(), 0
-    while at + 12 <= len(data):
-        size = int.from_bytes(data[at : at + 8], "little")
-        event, at = data[at + 12 : at + 12 + size], at + 16 + size
+    data, offset = Path(path).read_bytes(), 0
+    while offset + 12 <= len(data):
+        size = int.from_bytes(data[offset : offset + 8], "little")
+        event, offset = data[offset + 12 : offset + 12 + size], offset + 16 + size
         if len(event) < size:
             return
         fields = list(_fields(event))
         step = next((value for field, value in fields if field == 2 and isinstance(value, int)), 0)
         for summary in (value for field, value in fields if field == 5 and isinstance(value, bytes)):
             for value in (value for field, value in _fields(summary) if field == 1 and isinstance(value, bytes)):
-                found = dict(_fields(value))
-                tag, number = found.get(1), found.get(2)  # a text or an image has no simple_value
+                entries = dict(_fields(value))
+                tag, number = entries.get(1), entries.get(2)  # a text or an image has no simple_value
                 if isinstance(tag, bytes) and isinstance(number, bytes) and len(number) == 4:
                     yield step, tag.decode("utf-8", "replace"), struct.unpack("<f", number)[0]
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yields (number, varint or bytes) of the fields of a protocol buffer."""
-    at = 0
-    while at < len(message):
-        key, at = _read_varint(message, at)
+    offset = 0
+    while offset < len(message):
+        key, offset = _read_varint(message, offset)
         kind, value = key & 7, b""
         if kind == _VARINT:
-            number, at = _read_varint(message, at)
+            number, offset = _read_varint(message, offset)
             yield key >> 3, number
             continue
         size = {_DOUBLE: 8, _FLOAT: 4}.get(kind)
         if size is None:
             if kind != _BYTES:
                 raise ValueError(f"an event holds a field of wire type {kind}, which protocol buffers do not have")
-            size, at = _read_varint(message, at)
-        value, at = message[at : at + size], at + size
+            size, offset = _read_varint(message, offset)
+        value, offset = message[offset : offset + size], offset + size
         yield key >> 3, value
 
 
@@ -328,7 +333,7 @@ def frame_record(event: bytes) -> bytes:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C, Castagnoli's polynomial."""
+    """Returns the CRC-32C (Castagnoli polynomial) of `data`."""
     crc = _MASK
     for byte in data:
         crc = _CRC[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -371,7 +376,7 @@ def _float32(value: float) -> float:
 
 
 def _masked(data: bytes) -> bytes:
-    """The checksum of TensorFlow's records: CRC-32C, rotated by 15 bits, plus a constant."""
+    """Returns the checksum of TensorFlow records: CRC-32C, rotated by 15 bits, plus a constant."""
     crc = crc32c(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & _MASK)
 

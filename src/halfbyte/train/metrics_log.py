@@ -20,9 +20,9 @@ import jax
 from halfbyte.io import UnreadableFile, open_no_follow, open_regular_file
 
 MAX_ROW_BYTES = 1 << 20
-"""Of one line; longer lines are no rows."""
+"""Limit per line; longer lines are not rows."""
 MAX_METRICS_BYTES, MAX_ROWS = 4 << 30, 10_000_000
-"""Limits of one file: those of seven million steps."""
+"""Limits per file, enough for seven million steps."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class MetricRows:
 
 def read_rows_until(path: str | os.PathLike[str], step: int) -> MetricRows:
     """Reads the lines of a metrics file up to and including `step`, as they are stored."""
-    kept, damaged, later = [], [], []
+    lines, damaged, later = [], [], []
     for number, line, row in _rows(path):
         if row is None:
             damaged.append(number)
         elif row.get("step", 0) > step:
             later.append(line)
         else:
-            kept.append(line)
-    return MetricRows(tuple(kept), tuple(damaged), tuple(later))
+            lines.append(line)
+    return MetricRows(tuple(lines), tuple(damaged), tuple(later))
 
 
 def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
@@ -76,8 +76,10 @@ def parse_metric(value: Any) -> float:
 
 
 def missing_steps(rows: Iterable[Mapping[str, Any]], last: int) -> tuple[int, int, int]:
-    """Returns (number of steps from 1 to `last` without a row, the first, the last of them). The run time depends on
-    the rows, not on `last`."""
+    """Returns (number of steps from 1 to `last` without a row, the first of them, the last of them).
+
+    The run time depends on the number of rows, not on `last`.
+    """
     present = {row["step"] for row in rows if 1 <= row.get("step", 0) <= last}
     first = next((step for step in range(1, last + 1) if step not in present), 0)
     final = next((step for step in range(last, 0, -1) if step not in present), 0)
@@ -111,8 +113,10 @@ class DeferredMetrics:
         self.restart_clock()
 
     def enqueue(self, step: int, values: Mapping[str, Any], **host: Any) -> FinishedStep | None:
-        """Takes a step that was just dispatched; returns the one before, waiting for that one only. `host` is passed
-        on."""
+        """Stores the metrics of a step that was just dispatched; waits for the step before and returns it.
+
+        `host` is returned with the step, unchanged.
+        """
         finished = self.flush()
         self._pending = (step, values, host)
         return finished

@@ -1,9 +1,9 @@
 """Divergence guard: checks the metrics of each step, and finds the first value that is not finite.
 
-A step is skipped, or it is a fault that needs a rollback. Faults are: loss or gradients that are not finite several
-times in a row, weights that are not finite (no later step can fix them), weights that differ from those that the step
-before has written (memory lost a bit), gradients that are zero several times in a row, and, if the config asks for it,
-a loss far above its median.
+A bad step is skipped, or it is a fault that needs a rollback. Faults are: loss or gradients that are not finite several
+times in a row, weights that are not finite (no later step can fix them), weights that differ from those that the last
+step wrote (a memory error), gradients that are zero several times in a row, and, if configured, a loss far above its
+median.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ MAX_CONSECUTIVE_OVERFLOWS = 25
 """Steps in a row that dynamic loss scaling may skip."""
 WINDOW = 64
 MIN_WINDOW = 16
-"""Losses in the window of the median, and how many of them are needed to detect a spike."""
+"""Size of the window of losses for the median, and the losses needed before a spike is detected."""
 
 
 class TrainingFault(Exception):
-    """The run cannot continue after a step. `in_memory`: memory has changed the weights; else the numbers diverged."""
+    """Raised if the run cannot continue after a step: a memory error in the weights (`in_memory`), or a divergence."""
 
     def __init__(self, step: int, reason: str, *, in_memory: bool = False):
         super().__init__(reason)
@@ -42,8 +42,10 @@ class TrainingFault(Exception):
 
 @dataclass(frozen=True)
 class Rollback:
-    """One return to a checkpoint, stored in checkpoints and in manifest.json. `recipe`: of the steps since, "" for that
-    of the run; `skipped`: number of batches that were left out."""
+    """One rollback, stored in checkpoints and in manifest.json.
+
+    `recipe` is the recipe of the steps since then, "" for that of the run; `skipped` the number of skipped batches.
+    """
 
     step: int
     at: int
@@ -54,7 +56,7 @@ class Rollback:
 
 @dataclass
 class DivergenceGuard:
-    """Checks the metrics of one step after the other."""
+    """Checks the metrics of every step, in order."""
 
     config: TrainConfig
     skipped: float = 0.0
@@ -121,24 +123,28 @@ class DivergenceGuard:
 def find_first_nonfinite(
     config: TrainConfig, resolved: ResolvedPolicy, mesh: Mesh, params: Any, batch: Batch, *, step: jax.Array
 ) -> str:
-    """Computes a bad step again and returns, as one clause, where the first value is not finite: in the batch, the
-    weights, the forward pass layer by layer or the gradients of every site, in this order. `params` are the weights
-    now, which a skipped step has not changed."""
-    place = (
+    """Recomputes a bad step and returns, as one clause, where the first value is not finite.
+
+    Looks at the batch, the weights, the forward pass layer by layer and the gradients of every site, in this order.
+    `params` are the current weights, which a skipped step has not changed.
+    """
+    location = (
         _nonfinite_in_batch(config, batch)
         or _nonfinite_in_tree(params, "weight")
         or _nonfinite_in_forward(config, mesh, params, batch)
     )
-    if place:
-        return place
+    if location:
+        return location
     key = step_key(config.rounding_seed, step)
     grads, sums = jax.jit(
         lambda params, batch: gradients(config, resolved, mesh, params, batch, key=key, scale=jnp.float32(1.0))
     )(params, batch)
-    place = _nonfinite_in_tree(grads, "gradient") or _too_large(grads)
-    if place is None and not np.isfinite(float(sums["nll_sum"])):
-        place = "the loss under the recipe, while the same forward pass in plain precision is finite"
-    return place or "nowhere when the step is computed again: a passing fault of the device, or of the weights before"
+    location = _nonfinite_in_tree(grads, "gradient") or _too_large(grads)
+    if location is None and not np.isfinite(float(sums["nll_sum"])):
+        location = "the loss under the recipe, while the same forward pass in plain precision is finite"
+    return (
+        location or "nowhere when the step is computed again: a passing fault of the device, or of the weights before"
+    )
 
 
 def _nonfinite_in_batch(config: TrainConfig, batch: Batch) -> str | None:
@@ -169,11 +175,11 @@ def _too_large(grads: Any) -> str | None:
     """Names site and layer of the largest gradient if each is finite and their norm is not."""
     if np.isfinite(float(jax.jit(global_norm)(grads))):
         return None
-    sizes = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.max(jnp.abs(x).reshape(x.shape[0], -1), axis=1), tree))
-    largest = named_leaves(jax.device_get(sizes(grads)))
-    path = max(largest, key=lambda name: float(np.max(largest[name])))
-    where = f", layer {int(np.argmax(largest[path]))}" if path.startswith("layers/") else ""
-    return f"the norm of the gradients: that of {path}{where} reaches {float(np.max(largest[path])):.1e}"
+    amaxes_of = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.max(jnp.abs(x).reshape(x.shape[0], -1), axis=1), tree))
+    amaxes = named_leaves(jax.device_get(amaxes_of(grads)))
+    path = max(amaxes, key=lambda name: float(np.max(amaxes[name])))
+    where = f", layer {int(np.argmax(amaxes[path]))}" if path.startswith("layers/") else ""
+    return f"the norm of the gradients: that of {path}{where} reaches {float(np.max(amaxes[path])):.1e}"
 
 
 def _span(layers: np.ndarray) -> str:

@@ -71,15 +71,16 @@ class OptimizerConfig:
             "mu_dtype": (self.mu_dtype in STATE_DTYPES, "float32 or bfloat16"),
             "nu_dtype": (self.nu_dtype in STATE_DTYPES, "float32 or bfloat16"),
         }
-        for name, (holds, wanted) in ranges.items():
+        for name, (holds, condition) in ranges.items():
             value = getattr(self, name)
             if not holds or (isinstance(value, float) and not math.isfinite(value)):
-                raise ValueError(f"optimizer.{name} must be {wanted}, got {value!r}")
+                raise ValueError(f"optimizer.{name} must be {condition}, got {value!r}")
 
 
 def adamw(config: OptimizerConfig, decay_mask: Any) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), plus decay where `decay_mask` (a tree of bools, like the
-    parameters) is true.
+    """Returns AdamW (Loshchilov and Hutter, arXiv 1711.05101) with decoupled weight decay where `decay_mask` is true.
+
+    `decay_mask` is a tree of bools with the structure of the parameters.
 
         m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
         w <- w - rate(step) * (m^ / (sqrt(v^) + eps) + weight_decay * w)
@@ -91,8 +92,10 @@ def adamw(config: OptimizerConfig, decay_mask: Any) -> optax.GradientTransformat
 
 
 def muon(config: OptimizerConfig, decay_mask: Any, *, matrices: Any) -> optax.GradientTransformation:
-    """Muon (arXiv 2502.16982, https://kellerjordan.github.io/posts/muon) where `matrices` (a tree of bools, like the
-    parameters) is true: the matrices of linears; Adam elsewhere; plus decay where `decay_mask` is true.
+    """Returns Muon (arXiv 2502.16982, https://kellerjordan.github.io/posts/muon) for `matrices`, Adam for the others.
+
+    `matrices` and `decay_mask` are trees of bools with the structure of the parameters. `matrices` is true for the
+    matrices of linears, `decay_mask` for the parameters with weight decay.
 
         m <- b m + (1 - b) g;   O = newton_schulz(Nesterov's m)
         w <- w - rate(step) * (0.2 sqrt(max(in, out)) O + weight_decay * w)
@@ -109,27 +112,29 @@ def muon(config: OptimizerConfig, decay_mask: Any, *, matrices: Any) -> optax.Gr
 
 
 def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Adam's direction. Moments are stored in the dtypes of `config`; the arithmetic is float32."""
+    """Returns the transformation to Adam's direction: moments in the dtypes of `config`, arithmetic in float32."""
     inner = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
 
-    def stored(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
+    def to_state_dtypes(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
         return state._replace(mu=_cast(state.mu, config.mu_dtype), nu=_cast(state.nu, config.nu_dtype))
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        return stored(inner.init(params))
+        return to_state_dtypes(inner.init(params))
 
     def update(grads: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
-        wide = state._replace(mu=_cast(state.mu, "float32"), nu=_cast(state.nu, "float32"))
+        f32_state = state._replace(mu=_cast(state.mu, "float32"), nu=_cast(state.nu, "float32"))
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 count with floats
-            updates, wide = inner.update(grads, wide, params)
-        return updates, stored(wide)
+            updates, f32_state = inner.update(grads, f32_state, params)
+        return updates, to_state_dtypes(f32_state)
 
     return optax.GradientTransformation(init, update)
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> Schedule:
-    """Returns the schedule: step 0, 1, ... -> float32 rate. Warm-up rises linearly to the peak; the last step has
-    `final` times the peak."""
+    """Returns the schedule: step 0, 1, ... -> float32 rate.
+
+    Warm-up rises linearly to the peak. The last step has `final` times the peak, except under "constant".
+    """
     warmup = check_warmup(config, steps)
     body = _body(config, steps - warmup)
     rise = optax.linear_schedule(config.learning_rate / max(1, warmup), config.learning_rate, max(1, warmup - 1))

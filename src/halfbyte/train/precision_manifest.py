@@ -1,9 +1,8 @@
-"""The precision manifest: what every GEMM of the run really is, before it runs.
+"""Builds the precision manifest: how every GEMM of the run is computed, written before step 1.
 
-One entry a linear and segment of layers: its shape, and for each of its three GEMMs the policies of both operands, the
-passes that make them, the backend that multiplies, what its multiplier runs in, and whether that is the format itself
-(native) or an exact emulation. What XLA does is written as `xla`. `auto` is resolved here with the same call that the
-step makes.
+It has one entry per linear and segment of layers: the shape, and for each of the three GEMMs the policies of both
+operands, their quantize passes, the backend, the tensor-core format, and whether that is the operands' format (native)
+or an exact emulation. What XLA computes is listed as `xla`. `auto` is resolved by the same call as in the step.
 """
 
 from collections.abc import Sequence
@@ -45,18 +44,18 @@ BF16_UNIT = str(BF16.hardware_unit)
 def build_precision_manifest(
     config: TrainConfig, resolved: ResolvedPolicy, recipe: Recipe, *, seq: int, device: Device
 ) -> PrecisionManifest:
-    """The manifest of one precision phase. Raises ValueError where a backend cannot serve a site."""
+    """Returns the manifest of one precision phase. Raises ValueError if the backend does not support a linear."""
     ops.check_backend(config.precision.backend)
     step = step_shapes(config, resolved, seq=seq, device=device)
     sites = []
     for site in models.linear_shapes(config.model, step.rows, seq):
-        for first, last, chosen in layer_spans(site, resolved, config.model.layers):
+        for first, last, site_recipe in layer_spans(site, resolved, config.model.layers):
             if site.experts:
                 sites.append(
-                    _describe_experts(site, (first, last), chosen, _expert_recipes(resolved, first, last), step)
+                    _describe_experts(site, (first, last), site_recipe, _expert_recipes(resolved, first, last), step)
                 )
             else:
-                sites.append(_describe(site, (first, last), chosen, step))
+                sites.append(_describe(site, (first, last), site_recipe, step))
     tokens = config.batch * seq
     total = models.flops_per_token(config.model, seq) * tokens
     by_multiplier: dict[str, float] = {}
@@ -82,7 +81,7 @@ def build_precision_manifest(
 
 @dataclass(frozen=True)
 class StepShapes:
-    """A microbatch of a run: rows of seq tokens, the context of the model on a mesh without devices, and the device."""
+    """Shapes of a microbatch: `rows` of `seq` tokens, the model context on an abstract mesh, and the device."""
 
     config: TrainConfig
     ctx: ModelContext
@@ -91,7 +90,7 @@ class StepShapes:
     device: Device
 
     def plan(self, site: models.LinearShape, recipe: Recipe) -> ops.LinearPlan:
-        """Plans a linear of the layers, by the execution config that the layer gives it while it is traced."""
+        """Plans a linear of a layer with the execution config that the layer has while it is traced."""
         group, name = site.path.removeprefix("layers/").split("/")
         here = LayerContext(self.ctx, models.param_specs(self.config.model), {site.path: recipe}, {})
         x = jax.ShapeDtypeStruct((self.rows, self.seq, site.k), self.ctx.compute_dtype)
@@ -99,7 +98,7 @@ class StepShapes:
         return ops.plan_placed_linear(x, w, recipe, here.execution(x, group, (name,), {name: w}), self.device)
 
     def unplanned(self, site: models.LinearShape, recipe: Recipe) -> ops.LinearProblem:
-        """Returns the problem of the head, or of all experts together, whose GEMMs no backend is chosen for."""
+        """Returns the problem of the head, or of all experts in total: no backend is chosen for their GEMMs."""
         mesh, rules = self.ctx.mesh, self.ctx.rules
         tokens = site.tokens // axis_size(mesh, (*rules.mesh_axes("batch"), *rules.mesh_axes("seq")))
         k, n = (
@@ -114,7 +113,7 @@ def step_shapes(config: TrainConfig, resolved: ResolvedPolicy, *, seq: int, devi
     sizes = total_axis_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
     types = (AxisType.Auto,) * len(ALL_MESH_AXES)
     mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in ALL_MESH_AXES), ALL_MESH_AXES, types)
-    # Names and sizes of the axes are all that a plan reads of the mesh.
+    # A plan reads only names and sizes of the mesh axes.
     ctx = make_model_context(config, resolved, cast(Mesh, mesh), None)
     return StepShapes(config, ctx, config.batch // config.accumulate, seq, device)
 
@@ -132,17 +131,19 @@ def _norms(step: StepShapes) -> str:
 def native_linears(
     manifest: PrecisionManifest, resolved: ResolvedPolicy, *, experts: bool = False
 ) -> list[tuple[str, Recipe, tuple[int, int, int]]]:
-    """(path and layers, recipe, sizes on a device) of each linear that the native backend serves; or of each whose
-    `experts` have native GEMMs."""
-    found = []
+    """Returns (path and layers, recipe, sizes on a device) of each linear that runs on the native backend.
+
+    With `experts`, returns those of the expert linears with native GEMMs instead.
+    """
+    linears = []
     for site in manifest.sites:
-        by_units = any(gemm.multiplied_by == "native" for gemm in site.gemms.values())
-        if (site.backend == TILES_NAME and by_units) if experts else site.backend == "native":
+        has_native_gemm = any(gemm.multiplied_by == "native" for gemm in site.gemms.values())
+        if (site.backend == TILES_NAME and has_native_gemm) if experts else site.backend == "native":
             first, last = site.layers
-            layered = site.path.startswith("layers/")
-            where = f"{site.path}, layers {first} to {last - 1}" if layered else site.path
-            found.append((where, resolved.recipe_at(site.path, first if layered else None), site.on_device))
-    return found
+            in_layers = site.path.startswith("layers/")
+            where = f"{site.path}, layers {first} to {last - 1}" if in_layers else site.path
+            linears.append((where, resolved.recipe_at(site.path, first if in_layers else None), site.on_device))
+    return linears
 
 
 def layer_spans(site: models.LinearShape, resolved: ResolvedPolicy, layers: int) -> list[tuple[int, int, Recipe]]:
@@ -151,11 +152,11 @@ def layer_spans(site: models.LinearShape, resolved: ResolvedPolicy, layers: int)
         return [(0, 1, resolved.recipe_at(site.path))]
     spans: list[tuple[int, int, Recipe]] = []
     for segment in resolved.segments:
-        chosen = segment.recipes[site.path]
-        if spans and spans[-1][2] == chosen:
-            spans[-1] = (spans[-1][0], segment.stop, chosen)
+        recipe = segment.recipes[site.path]
+        if spans and spans[-1][2] == recipe:
+            spans[-1] = (spans[-1][0], segment.stop, recipe)
         else:
-            spans.append((segment.start, segment.stop, chosen))
+            spans.append((segment.start, segment.stop, recipe))
     return spans
 
 
@@ -170,14 +171,14 @@ def _describe(site: models.LinearShape, layers: tuple[int, int], chosen: Recipe,
     passed_over = {} if choice is None else ops.rejected_backends(problem, choice.name)
     backend = XLA_NAME if choice is None else choice.name
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * step.config.accumulate
-    own = problem.tokens, problem.inputs, problem.outputs
+    on_device = problem.tokens, problem.inputs, problem.outputs
     return LinearEntry(
-        site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over, own
+        site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over, on_device
     )
 
 
 def _expert_recipes(resolved: ResolvedPolicy, first: int, last: int) -> list[Recipe]:
-    """Of the linears that share the tiles of these layers."""
+    """Returns the recipes of all expert linears in layers [first, last), which share their tiles."""
     segments = (segment for segment in resolved.segments if first <= segment.start < last)
     return [segment.recipes[f"layers/mlp/{name}"] for segment in segments for name in EXPERT_SITES]
 
@@ -188,16 +189,17 @@ def _describe_experts(
     problem, device, sides = step.unplanned(site, chosen), step.device, (site.k, site.n)
     backend = step.config.precision.backend
     check_grouped_support([chosen], backend)
-    rows = problem.tokens * problem.inputs * problem.outputs // (site.k * site.n)  # of all its experts, on average
+    # Rows of all experts of a device, on average.
+    rows = problem.tokens * problem.inputs * problem.outputs // (site.k * site.n)
     tile, dtypes = choose_tile_rows(rows, site.experts, beside, device=device), (problem.dtype, problem.weight_dtype)
     reason = expert_tiles.block_scaled_refusal(chosen, sides, device, backend=backend, tile=tile, dtypes=dtypes)
     gemms = gemm_entries(problem, None, sides=sides, scaled=reason is None)
-    wanted = backend == "auto" and chosen.quantized and native_training(device, "nvfp4")
-    passed = {"native": reason} if wanted and reason else {}
+    native_expected = backend == "auto" and chosen.quantized and native_training(device, "nvfp4")
+    rejected = {"native": reason} if native_expected and reason else {}
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * step.config.accumulate
-    own = rows, site.k, site.n
+    on_device = rows, site.k, site.n
     return LinearEntry(
-        site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES_NAME, gemms, flops, passed, own
+        site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES_NAME, gemms, flops, rejected, on_device
     )
 
 
@@ -205,8 +207,14 @@ def gemm_entries(
     problem: ops.LinearProblem, choice: ops.BackendChoice | None, *, ahead: bool = False,
     sides: tuple[int, int] | None = None, scaled: bool = False,
 ) -> dict[str, GemmEntry]:  # fmt: skip
-    """The GEMMs of a linear that `choice` serves (None: XLA, in bf16, or the tiles of experts whose matrices have these
-    `sides`, multiplied as codes if `scaled`); weights may be made `ahead` of their use."""
+    """Returns the entries of the GEMMs of a linear by name.
+
+    Args:
+        choice: backend of the linear; None: XLA in bf16, or the expert tiles.
+        ahead: True if weights are quantized before their use (once per step).
+        sides: (in, out) of an expert's matrices; None: the linear has no experts.
+        scaled: True if expert tiles are multiplied as codes on block-scaled tensor cores.
+    """
     return {gemm.name: _gemm(gemm, problem, choice, ahead=ahead, sides=sides, scaled=scaled) for gemm in problem.gemms}
 
 
@@ -215,23 +223,23 @@ def _gemm(
     sides: tuple[int, int] | None, scaled: bool,
 ) -> GemmEntry:  # fmt: skip
     policies = [getattr(problem.recipe, role) for role in gemm.roles]
-    backend, makers = XLA_NAME, tuple(XLA_NAME for _ in gemm.roles)
+    backend, passes = XLA_NAME, tuple(XLA_NAME for _ in gemm.roles)
     if choice is not None:
-        backend, makers = (
+        backend, passes = (
             choice.gemm_backend(gemm).name,
             tuple(choice.operand_passes(role, ahead=ahead) for role in gemm.roles),
         )
     elif scaled:
-        backend, makers = "native", tuple("native" for _ in gemm.roles)
+        backend, passes = "native", tuple("native" for _ in gemm.roles)
     elif sides is not None:
         backend = "fused" if expert_tiles.has_grouped_gemm_kernel(*sides, device=problem.device) else "reference"
-        made = [
+        has_kernel = [
             expert_tiles.has_quantize_kernel(role, getattr(problem.recipe, role), sides, problem.device)
             for role in gemm.roles
         ]
-        makers = tuple("fused" if own else XLA_NAME for own in made)
-    carriers = sides is not None and not scaled  # tiles of experts, whatever the format
-    runs_in = BF16_UNIT if carriers else _multiplier((policies[0], policies[1]), backend, problem.device)
+        passes = tuple("fused" if fused else XLA_NAME for fused in has_kernel)
+    is_emulated = sides is not None and not scaled  # expert tiles are multiplied in bf16, in any format
+    runs_in = BF16_UNIT if is_emulated else _multiplier((policies[0], policies[1]), backend, problem.device)
     return GemmEntry(
         left=f"{policies[0]}{_extra_x_terms(gemm, problem.recipe)}",
         right=str(policies[1]),
@@ -239,18 +247,20 @@ def _gemm(
         runs_in=runs_in,
         execution=_execution((policies[0], policies[1]), runs_in),
         multiplied_by=XLA_NAME if backend in XLA_BACKENDS else backend,
-        made_by=makers,
+        made_by=passes,
     )
 
 
 def _extra_x_terms(gemm: ops.GemmKind, recipe: Recipe) -> str:
-    """What a recipe does with x that its operand's policy does not say."""
+    """Returns the part of the x operand that its policy does not name: the remainder of a two-term operand."""
     return " and of what that leaves over" if recipe.remainder and gemm is ops.gemm_problem.FPROP else ""
 
 
 def _multiplier(policies: tuple[OperandPolicy, OperandPolicy], backend: str, device: Device) -> str:
-    """The unit that multiplies: the one both formats name, if the backend uses it and the device trains on it, else
-    bf16. Formats with one scale a tensor go into their unit under every backend but the reference."""
+    """Returns the tensor-core format: that of both formats if the backend uses it and the device trains on it.
+
+    Else returns bf16. Per-tensor formats run in their own tensor-core format under every backend but the reference.
+    """
     left, right = (policy.format for policy in policies)
     used = backend == "native" or (left.block is None and backend != "reference")
     if (

@@ -28,13 +28,13 @@ class PrecisionPhase:
 
 def phases(config: TrainConfig) -> tuple[PrecisionPhase, ...]:
     """Returns the phases of the run, in order, covering every step."""
-    base, at = recipe(config.recipe), switch_step(config)
-    if at is None:
+    base, switch = recipe(config.recipe), switch_step(config)
+    if switch is None:
         return (PrecisionPhase(0, config.steps, base),)
     after = mix_recipes(base, recipe(config.precision.switch_to), config.precision.switch_part)
     return (
-        (PrecisionPhase(0, at, base), PrecisionPhase(at, config.steps, after))
-        if at
+        (PrecisionPhase(0, switch, base), PrecisionPhase(switch, config.steps, after))
+        if switch
         else (PrecisionPhase(0, config.steps, after),)
     )
 
@@ -48,12 +48,12 @@ def switch_step(config: TrainConfig) -> int | None:
     """Returns the number of steps under the first recipe; None if the run never switches."""
     if not config.precision.switch_at:
         return None
-    at = resolve_steps(config.precision.switch_at, config.steps)
-    if at >= config.steps:
+    step = resolve_steps(config.precision.switch_at, config.steps)
+    if step >= config.steps:
         raise ValueError(
-            f"precision.switch_at is step {at}, but the run ends at step {config.steps}; lower it, or set it to 0"
+            f"precision.switch_at is step {step}, but the run ends at step {config.steps}; lower it, or set it to 0"
         )
-    return at
+    return step
 
 
 def with_fallback_recipe(all_phases: tuple[PrecisionPhase, ...], step: int, name: str) -> tuple[PrecisionPhase, ...]:

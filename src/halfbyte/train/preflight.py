@@ -1,4 +1,4 @@
-"""Checks of a run before anything is compiled: mesh, shapes, blocks, backends, memory; and the manifest as a table."""
+"""Checks a run before anything is compiled: mesh, shapes, blocks, backends and memory."""
 
 import math
 import os
@@ -21,13 +21,15 @@ GIB = 2**30
 
 
 class OutOfMemoryEstimateError(ValueError):
-    """Arrays do not fit into the memory of a device."""
+    """Raised if arrays do not fit into the memory of a device."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per device: exact for the state; a lower bound (only the residual stream) and an estimate for
-    activations."""
+    """Estimated bytes per device.
+
+    The state is exact. Activations have a lower bound (only the residual stream) and an estimate.
+    """
 
     state: int
     gradients: int
@@ -36,12 +38,12 @@ class MemoryEstimate:
 
     @property
     def lower_bound(self) -> int:
-        """Bytes that every program of this run needs."""
+        """Returns the bytes that every program of this run needs."""
         return self.state + self.gradients + self.activations_floor
 
     @property
     def total(self) -> int:
-        """Estimate of the bytes that the run needs."""
+        """Returns the estimated bytes that the run needs."""
         return self.state + self.gradients + self.activations
 
     def __str__(self) -> str:
@@ -52,7 +54,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """The precision manifest of each phase, memory, and remarks."""
+    """Result of the checks: the precision manifest of each phase, the memory estimate and remarks."""
 
     manifests: tuple[PrecisionManifest, ...]
     memory: MemoryEstimate
@@ -69,7 +71,7 @@ def run_mesh(config: TrainConfig, devices: list[jax.Device] | np.ndarray | None 
 
 
 def run_preflight(config: TrainConfig, mesh: Mesh, *, seq: int, device: Device, memory: int | None) -> PreflightReport:
-    """Raises ValueError at the first thing that cannot work. Returns what is known about the run before it compiles."""
+    """Checks the run and returns the report. Raises ValueError at the first failed check."""
     models.check_mesh(config.model, mesh, batch=config.batch // config.accumulate, seq=seq)
     if mesh.size > 1 and (config.radar or config.telemetry):
         models.check_dense(config.model, "radar and telemetry on a mesh")
@@ -110,20 +112,21 @@ def check_fits_memory(tree: object) -> None:
 
 
 def activation_bytes(config: TrainConfig, tensor: int) -> tuple[int, int, int]:
-    """Returns bytes per token: of the residual stream, of what a layer saves under the run's remat policy (at least the
-    stream), and of what is live inside a layer.
+    """Returns bytes per token of the residual stream, of the residuals of a layer, and of the live values in a layer.
+
+    The residuals depend on the remat policy of the run; they are at least the residual stream.
     """
     model = config.model
     stream = 2 * model.embed // tensor  # bf16, sequence-sharded over tensor between blocks
-    inside = 2 * ((model.heads + 2 * model.kv_heads) * model.head_dim * 2 + model.active_mlp * 3) // tensor + 4 * stream
-    attended = 2 * 2 * (model.heads + model.kv_heads) * model.head_dim // tensor  # q, k, v and the output
+    live = 2 * ((model.heads + 2 * model.kv_heads) * model.head_dim * 2 + model.active_mlp * 3) // tensor + 4 * stream
+    attention = 2 * 2 * (model.heads + model.kv_heads) * model.head_dim // tensor  # q, k, v and the output
     saved = {
         "full": stream,
-        "dots": stream + inside,
-        "none": stream + inside * 2,
-        "quantized": 2 * stream + attended,
+        "dots": stream + live,
+        "none": stream + live * 2,
+        "quantized": 2 * stream + attention,
     }[config.remat]
-    return stream, saved, inside
+    return stream, saved, live
 
 
 def estimate_memory(config: TrainConfig, mesh: Mesh, *, seq: int) -> MemoryEstimate:
@@ -142,7 +145,7 @@ def estimate_memory(config: TrainConfig, mesh: Mesh, *, seq: int) -> MemoryEstim
 
 
 def device_memory_bytes(device: jax.Device) -> int | None:
-    """Returns the bytes that one device may use; for a CPU its share of the host. None if the device does not tell."""
+    """Returns the bytes that one device may use; for a CPU its share of the host. None if it is unknown."""
     if device.platform == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return total // jax.local_device_count()

@@ -1,7 +1,7 @@
-"""`--profile xprof|nsys`: captures steps N..M.
+"""Captures a profile of steps N..M (`--profile xprof|nsys`).
 
-xprof: JAX's profiler writes a trace under `profile/`, and the breakdown of step time is printed from it. nsys: the
-range is marked by the CUDA profiler API; the program must be started under nsys, and the command for that is printed.
+xprof: the JAX profiler writes a trace under `profile/`, from which the breakdown of step time is printed. nsys: the
+CUDA profiler API marks the range. The program must be started under nsys; the command is printed.
 """
 
 import ctypes
@@ -37,8 +37,10 @@ class ProfileConfig:
 
 
 class ProfileCapture:
-    """Starts before step `profile_start` and ends after `profile_stop`, or with the run; `shares` holds the breakdown
-    afterwards."""
+    """Captures from before step `profile_start` until after step `profile_stop`, or until the run ends.
+
+    `shares` is the breakdown of step time afterwards.
+    """
 
     def __init__(self, config: ProfileConfig, directory: Path, *, say: Callable[[str], None]):
         self._config, self._directory, self._say = config, directory, say
@@ -51,15 +53,16 @@ class ProfileCapture:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """What the captured program is compiled with on a GPU: no CUDA graphs, inside which kernels name no
-        instruction.
+        """Returns the compiler options of the captured program.
+
+        They disable CUDA graphs: kernels inside a graph do not name their HLO instruction.
         """
         return {"xla_gpu_enable_command_buffer": ""} if self._config.profile == "xprof" else {}
 
     def before_step(self, step: int, state: Any) -> None:
-        """Call before dispatching `step`, with what the step before leaves.
+        """Starts the capture before `step` is dispatched, if it is due; `state` is the result of the last step.
 
-        Waits for it: starting a profiler takes longer than a step, and the device would stand idle in the trace.
+        Waits for `state`: starting a profiler takes longer than a step, and the trace would show an idle device.
         """
         if self._config.profile == "off" or self._running or step != self._config.profile_start:
             return
@@ -70,17 +73,16 @@ class ProfileCapture:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
             jax.profiler.start_trace(str(self._directory), profiler_options=options)
-        elif refused := _cuda_profiler("cudaProfilerStart"):
-            self._say(f"NOTHING IS CAPTURED: {refused}")
+        elif error_text := _cuda_profiler("cudaProfilerStart"):
+            self._say(f"NOTHING IS CAPTURED: {error_text}")
 
     def after_step(self, step: int, result: Any, program_text: Callable[[], str]) -> None:
-        """Call after dispatching `step` with something to wait for."""
+        """Ends the capture after `step` was dispatched, if it is due; waits for `result`."""
         if self._running and step == self._config.profile_stop:
             self._end(step, result, program_text)
 
     def finish(self, step: int, result: Any, program_text: Callable[[], str]) -> None:
-        """Call after the last step of the run: what is still being captured ends, and a range that never came is
-        said."""
+        """Ends a capture that is running after the last step of the run; reports a range that was never reached."""
         if self._running:
             self._end(step, result, program_text)
         if not self._captured:
@@ -91,8 +93,8 @@ class ProfileCapture:
         self._running, self._captured = False, True
         jax.block_until_ready(result)
         if self._config.profile == "nsys":
-            if refused := _cuda_profiler("cudaProfilerStop"):
-                self._say(f"the captured range has no end: {refused}")
+            if error_text := _cuda_profiler("cudaProfilerStop"):
+                self._say(f"the captured range has no end: {error_text}")
             return
         jax.profiler.stop_trace()
         traces = sorted(self._directory.rglob("*.xplane.pb"))
@@ -101,7 +103,7 @@ class ProfileCapture:
         if traces:
             try:
                 self.shares = step_time_breakdown(traces[-1], program_text())
-            except HloParseError as error:  # the run goes on: its trace is there to be read by other means
+            except HloParseError as error:  # the run continues: the trace was written and can be read with other tools
                 self._say(f"no breakdown of step time: {error}")
         if self.shares:
             parts = "  ".join(f"{name} {100 * share:.1f}%" for name, share in self.shares.items())
@@ -109,7 +111,7 @@ class ProfileCapture:
 
 
 def _cuda_profiler(function: str) -> str:
-    """Calls a function of CUDA's profiler; what it refused with, empty where it did not."""
+    """Calls a function of the CUDA profiler API; returns the error, or "" on success."""
     for library in ("libcudart.so.12", "libcudart.so.13", "libcudart.so"):
         try:
             runtime = ctypes.CDLL(library)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: a live panel on a terminal, one line a step anywhere else."""
+"""Shows the progress of a run: a live panel on a terminal, one line per step elsewhere."""
 
 import itertools
 import threading
@@ -36,23 +36,23 @@ class ProgressDisplay(Protocol):
     def note(self, text: str) -> None: ...
 
     def begin(self, activity: str) -> None:
-        """Shows what the loop does from now on: a key of `ACTIVITIES`, or one of `RUNNING_STEPS`."""
+        """Shows the current activity of the loop: a key of `ACTIVITIES`, or one of `RUNNING_STEPS`."""
 
     def close(self) -> None: ...
 
 
 def make_display(console: Console, *, title: str, steps: int, every: int = 1, done: int = 0) -> "ProgressDisplay":
-    """A live panel if `console` is a terminal, plain lines if not; `done` steps are behind the run."""
+    """Returns a live panel if `console` is a terminal, else plain lines; `done` steps are already finished."""
     if console.is_terminal:
         return PanelDisplay(console, title=title, steps=steps, done=done)
     return LineDisplay(console, steps=steps, every=every)
 
 
 def step_cells(row: Row) -> dict[str, str]:
-    """The numbers of a step as text, by label, in the order they are shown."""
+    """Returns the metrics of a step as text, by label, in the order of the display."""
     mfu, time_s, tflops = row.get("mfu"), row["step_time_s"], row["tflops_per_device"]
     wait = 100 * row.get("input_wait_s", 0.0) / max(time_s, 1e-9)
-    shown = {
+    cells = {
         "loss": f"{row['loss']:.6f}",
         "lr": f"{row['learning_rate']:.2e}",
         "grad": f"{row['grad_norm']:.3f}",
@@ -63,20 +63,22 @@ def step_cells(row: Row) -> dict[str, str]:
         "input wait": f"{wait:.1f}%",
     }
     if row.get("loss_scale", 1.0) != 1.0:
-        shown["scale"] = f"{row['loss_scale']:g}"
-    return shown
+        cells["scale"] = f"{row['loss_scale']:g}"
+    return cells
 
 
 def format_duration(seconds: float) -> str:
-    """`m:ss` or `h:mm:ss`."""
-    minutes, rest = divmod(int(seconds), 60)
+    """Formats a duration as `m:ss` or `h:mm:ss`."""
+    minutes, secs = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
 class CompileIndicator:
-    """Says that a program is being compiled, and for how long: a clock on a terminal, a line every half minute
-    elsewhere. A context manager; `shown=False` says nothing."""
+    """Context manager that shows that a program is being compiled, and for how long.
+
+    Shows a clock on a terminal, a line every half minute elsewhere, nothing with `shown=False`.
+    """
 
     LINE_S = 30.0
 
@@ -108,7 +110,7 @@ class CompileIndicator:
 
 
 class LineDisplay:
-    """One line every `every` steps, the first and the last."""
+    """Prints one line every `every` steps, and for the first and the last step."""
 
     def __init__(self, console: Console, *, steps: int, every: int):
         self._console, self._steps, self._every = console, steps, every
@@ -130,8 +132,10 @@ class LineDisplay:
 
 
 class PanelDisplay:
-    """A progress bar, the numbers of the last step, the curve of the loss and the present activity, redrawn in place;
-    notes scroll above it."""
+    """Shows a progress bar, the metrics of the last step, the loss curve and the current activity.
+
+    The panel is redrawn in place; notes scroll above it.
+    """
 
     def __init__(self, console: Console, *, title: str, steps: int, done: int = 0):
         self._width = max(10, min(console.width - 34, 100))
@@ -173,14 +177,14 @@ class PanelDisplay:
         self._progress.update(self._task, times=self._elapsed(now))
         if self._row is None:
             return Group(self._title, self._progress, self._status(now))
-        shown = step_cells(self._row)
-        table = Table.grid(*shown, expand=True, padding=(0, 1))
-        table.add_row(*(Text(label, style="dim") for label in shown))
-        table.add_row(*(Text(value, style="bold green" if label == "loss" else "") for label, value in shown.items()))
+        cells = step_cells(self._row)
+        table = Table.grid(*cells, expand=True, padding=(0, 1))
+        table.add_row(*(Text(label, style="dim") for label in cells))
+        table.add_row(*(Text(value, style="bold green" if label == "loss" else "") for label, value in cells.items()))
         return Group(self._title, self._progress, table, self._curve(), self._status(now))
 
     def _elapsed(self, now: float) -> str:
-        """Time since the first step began, and what is left at the speed of the last steps."""
+        """Returns the time since the first step, and an estimate of the remaining time from the last steps."""
         if self._began is None:
             return ""
         elapsed = format_duration(now - self._began)
@@ -190,7 +194,7 @@ class PanelDisplay:
         return f"{elapsed}, {format_duration(left)} left"
 
     def _status(self, now: float) -> Text:
-        """The activity and its duration; of steps, only where one takes longer than it takes to read a line."""
+        """Returns the activity and its duration; of a step only if it takes longer than `SLOW_STEP_S`."""
         seconds = now - self._since
         if not self._activity or (self._activity in RUNNING_STEPS and self._row is not None and seconds < SLOW_STEP_S):
             return Text()
@@ -207,7 +211,7 @@ class PanelDisplay:
 
 
 def bucket_means(values: list[float], width: int) -> list[float]:
-    """At most `width` means of consecutive runs of `values`."""
+    """Averages `values` in at most `width` buckets of consecutive values."""
     if len(values) <= width:
         return list(values)
     edges = [round(i * len(values) / width) for i in range(width + 1)]
@@ -215,7 +219,7 @@ def bucket_means(values: list[float], width: int) -> list[float]:
 
 
 def sparkline(values: list[float]) -> str:
-    """One bar a value, scaled from the lowest to the highest."""
+    """Returns one bar per value, scaled from the lowest to the highest value."""
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     return "".join(BARS[min(len(BARS) - 1, int((value - low) / span * len(BARS)))] for value in values)

@@ -40,11 +40,11 @@ class ResumePoint:
 
 @dataclass
 class Goodput:
-    """Seconds since a run first began, by use. `began`: the wall-clock time of that.
+    """Seconds since the first start of a run (wall-clock time `began`), by use.
 
         productive   steps that are part of the run now, without the wait for their data
         lost         steps that were computed and discarded: after a kill, a rollback, a corrupt checkpoint
-        waiting      the rest: start, compile, data, saves, validation, and the time between processes
+        waiting      all other time: start, compile, data, saves, validation, and the time between processes
 
     The three add up to the wall-clock time. The sums are stored in checkpoints; what a crash discarded is read from the
     rows that the resumed run drops.
@@ -57,8 +57,10 @@ class Goodput:
 
     @classmethod
     def resumed(cls, stored: Mapping[str, float] | None, dropped: Iterable[Mapping[str, Any]]) -> "Goodput":
-        """Continues from the sums in a checkpoint; starts at zero if they are None or invalid. `dropped` rows are lost
-        time."""
+        """Continues from the sums in a checkpoint; starts at zero if they are None or invalid.
+
+        The time of `dropped` rows counts as lost.
+        """
         stored = stored if isinstance(stored, Mapping) else {}
         began, productive, lost = (parse_metric(stored.get(name)) for name in ("began", "productive", "lost"))
         goodput = cls(began, productive, lost) if math.isfinite(began + productive + lost) else cls(time.time())
@@ -71,8 +73,10 @@ class Goodput:
         return {"goodput": self.productive / max(self.total, 1e-9)}
 
     def discard_since(self, since: float) -> None:
-        """Counts steps after a checkpoint, at which `since` seconds had been productive, as lost: the run rolled
-        back."""
+        """Counts the steps after a checkpoint as lost, because the run rolled back to it.
+
+        `since` are the productive seconds at that checkpoint.
+        """
         self.lost += self.productive - since
         self.productive = since
 
@@ -102,9 +106,11 @@ def resume_or_initialize(
     config: TrainConfig, mesh: Mesh, store: CheckpointManager, *, content: str, allow: bool, say: Callable[[str], None],
     initial: InitialParamsFn | None = None,
 ) -> ResumePoint:  # fmt: skip
-    """Restores the newest intact checkpoint of the run; initializes a state if it never had one. `content` is the
-    fingerprint of the data set. Raises ChangedRun if the checkpoint was written under another config or on other
-    data."""
+    """Restores the newest intact checkpoint of the run, or initializes a state if the run has none.
+
+    `content` is the fingerprint of the data set. Raises ChangedRun if the checkpoint was written under another config
+    or on other data.
+    """
     if not store.steps():
         params = None
         if config.init_from:
@@ -159,8 +165,10 @@ def stored_config(restored: RestoredCheckpoint) -> Mapping[str, Any]:
 
 
 def fill_new_fields(stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a stored config with the fields that later versions have added, at their defaults: they do not count as
-    changes. A config that cannot be parsed is returned as it is."""
+    """Returns a stored config with defaults for the fields of later versions, which do not count as changes.
+
+    A config that cannot be parsed is returned unchanged.
+    """
     try:
         with trust_only_named_programs():
             return to_dict(from_dict(TrainConfig, stored))
@@ -181,7 +189,7 @@ def _checkpoint_template(template: TrainState, store: CheckpointManager) -> Trai
     """Returns `template` with the amax history (`delayed`) of the newest checkpoint."""
     try:
         leaves = store.record(store.steps()[-1]).leaves["progress"]
-    except CorruptCheckpointError:  # restoring says so
+    except CorruptCheckpointError:  # restoring raises the error
         return template
     history = dynamic_scaling.history_template_of_checkpoint(leaves, template.step.sharding)
     return replace(template, delayed=history)
@@ -207,10 +215,10 @@ def _parse_rollback(values: Any) -> Rollback:
 
 def _check_position(step: int, data_state: Any, skipped: int) -> None:
     """Raises ValueError unless the data position is `step` plus at most the batches that rollbacks have skipped."""
-    at = data_state.get("next_index") if isinstance(data_state, Mapping) else None
-    if type(at) is not int or not step <= at <= step + skipped:
+    index = data_state.get("next_index") if isinstance(data_state, Mapping) else None
+    if type(index) is not int or not step <= index <= step + skipped:
         raise ValueError(
-            f"the checkpoint of step {step} says that {at} batches have been taken, which cannot be; it was not "
+            f"the checkpoint of step {step} says that {index} batches have been taken, which cannot be; it was not "
             "written by this run as it is: use another checkpoint"
         )
 

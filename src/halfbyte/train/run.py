@@ -1,4 +1,4 @@
-"""A run from its config to its end: checks, the directory, the checkpoint it goes on from, and then the loop."""
+"""Runs training from config to end: checks, run directory, restored checkpoint, loop."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -45,14 +45,15 @@ def train(
     committed: Callable[[int], object] = lambda step: None,
     notes: Callable[[int, int], Sequence[str]] = lambda seq, steps: (),
 ) -> RunResult:
-    """Train to the last step, to step `until` of the same schedule, or to a signal; resume by itself when the directory
-    has a checkpoint.
+    """Trains to the last step, to step `until` of the same schedule, or to a signal; resumes from a checkpoint if any.
 
-    `group` is this process among its peers, with signals in the caller's hands; without one the run is alone and
-    takes its signals itself. `initial` makes the weights of a run that has `init_from`. `observers` are shown some
-    steps. `opened` is called on the main process with the directory and the run's name, once both are the run's;
-    `committed` with the step of each checkpoint that was written whole. `notes(seq, steps)` returns lines that are
-    logged before the first of `steps` steps of `seq` tokens per sequence.
+    Args:
+        group: the process group, whose caller handles signals. None: a single process, which handles its own signals.
+        initial: returns the initial weights of a run with `init_from`.
+        observers: called with snapshots before some steps.
+        opened: called on the main process with the directory and the run's identifier, once the directory is claimed.
+        committed: called with the step of each committed checkpoint.
+        notes: `notes(seq, steps)` returns lines to log before `steps` steps of `seq` tokens per sequence.
     """
     with ExitStack() as stack:
         if group is None:
@@ -74,14 +75,14 @@ def train(
         selftest_native_gemms(session)
         group.report_activity("restore")
         options: Any = {"is_main": session.is_main, "say": session.say, "committed": committed}
-        taken = open_run(session.existing_run, config, session.content, **options)
-        stack.callback(taken.store.release)
-        group.assert_equal_across_ranks("checkpoints", {"checkpoints seen": taken.store.steps()})
+        opened_run = open_run(session.existing_run, config, session.content, **options)
+        stack.callback(opened_run.store.release)
+        group.assert_equal_across_ranks("checkpoints", {"checkpoints seen": opened_run.store.steps()})
         restore = functools.partial(
             resume_or_initialize,
             config,
             session.mesh,
-            taken.store,
+            opened_run.store,
             content=session.content,
             say=session.say,
             initial=initial,
@@ -91,15 +92,15 @@ def train(
         group.report_activity("start")
         goodput = Goodput.resumed(start.goodput, count_discarded_rows(session, start.step))
         _announce(session, start)
-        if session.is_main:  # only its lines are shown
+        if session.is_main:  # other processes print nothing
             for line in notes(session.source.seq, min(config.steps, until or config.steps) - start.step):
                 session.say(line)
-        finalize_directory(session, taken, start.rollbacks)
+        finalize_directory(session, opened_run, start.rollbacks)
         if session.is_main:
-            opened(session.directory, taken.identity.run)
+            opened(session.directory, opened_run.identity.run)
         sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
         capture = ProfileCapture(profile or ProfileConfig(), session.directory / "profile", say=session.say)
-        outputs = RunOutputs(stack, taken.store, sinks, goodput, capture, claim=claim)
+        outputs = RunOutputs(stack, opened_run.store, sinks, goodput, capture, claim=claim)
         return Loop(
             session,
             outputs,
@@ -113,7 +114,7 @@ def train(
 
 @contextmanager
 def _single_process_group(config: TrainConfig) -> Iterator[ProcessGroup]:
-    """The group of a run without peers, which takes its signals itself."""
+    """Yields the process group of a run on a single process, which handles its own signals."""
     group = ProcessGroup(limits=WatchdogLimits(step_timeout_s=config.watchdog_s)).open()
     with SignalHandler(group.request_stop), closing(group):
         yield group
@@ -125,7 +126,7 @@ def _announce(session: Session, start: ResumePoint) -> None:
         return
     archive = archive_metrics(session.directory) if session.is_main else None
     if session.existing_run.values:
-        kept = f"; the rows of the start before are kept in {archive.name}" if archive else ""
-        session.say(f"{session.directory} has no checkpoint yet: STARTING AT STEP 0{kept}")
+        archive_note = f"; the rows of the start before are kept in {archive.name}" if archive else ""
+        session.say(f"{session.directory} has no checkpoint yet: STARTING AT STEP 0{archive_note}")
     else:
         session.say(f"run directory: {session.directory}")

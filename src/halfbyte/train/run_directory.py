@@ -1,4 +1,4 @@
-"""The run directory: opened for reading, checked against its seal, and written in a safe order.
+"""Run directory: opened for reading, checked against its seal, and written in an order that survives a kill.
 
 A run directory may come from anywhere. It holds regular files and directories only; what its seal (`run.json`) covers
 must be what the run wrote; files without a seal are reported; the data set must be the one that it was trained on; and
@@ -52,18 +52,21 @@ if TYPE_CHECKING:
 CONFIG_FILE, ORIGIN = "config.json", "huggingface"
 METRICS_FILE, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 SEALED = (CONFIG_FILE, "tokenizer.json", "data.json", IMPORT_RECORD_FILE)
-"""Files of the seal. Checkpoints have checksums of their own; ORIGIN holds the files of the folder that the run was
+"""Files of the seal. Checkpoints have separate checksums; ORIGIN holds the files of the folder that the run was
 imported, or started, from, and is sealed too."""
 LARGE_FILE_BYTES = 1 << 28  # bytes that take a while to hash
 RESTORE_HINT = "If the file was edited or damaged, restore it from a copy; a new run needs another directory"
 UNCHECKED_DIRECTORIES = ("wandb",)
-"""Directories that other programs fill, with links, and that are not read here."""
+"""Directories that other programs write, also with symbolic links; they are not read here."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """`values` are the fields of config.json, without its compile cache, and empty in a directory without a run;
-    `identity` is None without run.json."""
+    """A run directory that was opened for reading.
+
+    `values` are the fields of config.json without its compile cache, empty in a directory without a run. `identity` is
+    None without run.json.
+    """
 
     path: Path
     values: Mapping[str, Any]
@@ -71,8 +74,10 @@ class RunDirectory:
 
     @cached_property
     def config(self) -> TrainConfig:
-        """The run's config; raises ValueError, with the file, if its fields are invalid. Programs that it names only
-        run if the command names them too."""
+        """Returns the config of the run. Raises ValueError, with the file name, if its fields are invalid.
+
+        Programs that the config names only run if the command names them too.
+        """
         try:
             return dataclass_json.from_file(TrainConfig, self.values, self.path / CONFIG_FILE)
         except UntrustedProgramError:
@@ -83,7 +88,7 @@ class RunDirectory:
 
     @property
     def seal(self) -> Mapping[str, str]:
-        """Sealed files with their hashes; empty without run.json."""
+        """Returns the sealed files with their hashes; empty without run.json."""
         return self.identity.files if self.identity else {}
 
     def unsealed_files(self) -> list[str]:
@@ -134,8 +139,11 @@ class OpenedRun:
 def open_run_directory(
     directory: Path, *, check: bool = True, say: Callable[[str], None] | None = None
 ) -> RunDirectory:
-    """Opens the run in `directory`. Raises ValueError if there is none, if something in it is neither file nor
-    directory, or, with `check`, if a file is not what the run wrote. Reports files without a seal."""
+    """Opens the run in `directory` for reading, and reports files without a seal.
+
+    Raises ValueError if there is no run, if an entry is neither file nor directory, or, with `check`, if a file is not
+    what the run wrote.
+    """
     if not (directory / CONFIG_FILE).is_file():
         refuse_url(directory)
         if directory.is_file():
@@ -173,15 +181,19 @@ def read_config_fields(path: Path) -> dict[str, Any]:
 def examine_directory(
     directory: Path, config: TrainConfig, *, allow_change: bool, say: Callable[[str], None]
 ) -> RunDirectory:
-    """Raises ValueError if the directory holds foreign files or a run that computes something else. Writes nothing.
-    Returns the directory as it was before this start, without `values` if it holds no run."""
-    check_run_directory(directory)  # on every process: each host may have a disk of its own
+    """Returns the directory as it was before this start, without `values` if it has no run. Writes nothing.
+
+    Raises ValueError if the directory has files of other programs or a run that computes something else.
+    """
+    check_run_directory(directory)  # on every process: each host may have a local disk
     if not (directory / CONFIG_FILE).exists():
         return RunDirectory(directory, {}, None)
     run = open_run_directory(directory, check=False, say=say)
     remedy = "give the run's own flags and --allow-change to go on with them, or restore the file from a copy"
     refuse_or_say(run.changes(), what=EDITED, remedy=remedy, allow=allow_change, say=say)
-    changes = guarded_changes(run.values, config, ignore=("data",) if run.identity else ())  # judged by its content
+    changes = guarded_changes(
+        run.values, config, ignore=("data",) if run.identity else ()
+    )  # `check_data_unchanged` compares the data's content
     what = "this run directory was started with another configuration"
     refuse_or_say(changes, what=what, remedy=OTHER_CONFIG, allow=allow_change, say=say)
     if (before := run.values.get("steps")) != config.steps:
@@ -199,8 +211,10 @@ def open_run(
     run: RunDirectory, config: TrainConfig, content: str, *, is_main: bool, say: Callable[[str], None],
     committed: Callable[[int], object] = lambda step: None,
 ) -> OpenedRun:  # fmt: skip
-    """Opens the checkpoints of a claimed directory; a fresh one gets its config. Every process calls it. `committed` is
-    called with the step of each checkpoint that this process has committed."""
+    """Opens the checkpoints of a claimed directory and writes the config of a fresh one. Every process calls it.
+
+    `committed` is called with the step of each checkpoint that this process has committed.
+    """
     directory = run.path
     identity = run.identity or RunIdentity(_run_id_of(run), content)
     if is_main and not run.values:
@@ -229,8 +243,10 @@ def write_run_files(
     directory: Path, config: TrainConfig, identity: RunIdentity, *, content: str, facts: Mapping[str, str],
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Writes config.json, the `facts` of the data, and run.json, which seals them. Reports it if other software
-    versions have trained the run so far."""
+    """Writes config.json, the `facts` of the data, and run.json, which seals them.
+
+    Reports if other software versions have trained the run so far.
+    """
     now = software_versions()
     others = [f"{name} {old}, now {now.get(name)}" for name, old in identity.made_with.items() if now.get(name) != old]
     if others:
@@ -241,8 +257,10 @@ def write_run_files(
 
 
 def write_sealed(directory: Path, texts: Mapping[str, str], identity: RunIdentity) -> None:
-    """Writes files and their seal. run.json first gets the old and the new hash of each file, so that a kill between
-    two files does no harm."""
+    """Writes files and their seal.
+
+    run.json first gets the old and the new hash of each file: after a kill between two files the seal is still valid.
+    """
     new = {name: text_sha256(text) for name, text in texts.items()}
     before = {name: identity.files.get(name) or file_hash(directory / name) for name in new}
     both = {name: f"{digest} {before[name]}" for name, digest in new.items()}
@@ -254,13 +272,13 @@ def write_sealed(directory: Path, texts: Mapping[str, str], identity: RunIdentit
 
 def archive_metrics(directory: Path) -> Path | None:
     """Renames the metrics of a run that restarts at step 0, so that nothing is lost; returns their new path."""
-    rows = directory / METRICS_FILE
-    if not rows.exists() or not rows.stat().st_size:
+    metrics_path = directory / METRICS_FILE
+    if not metrics_path.exists() or not metrics_path.stat().st_size:
         return None
     number = 1
     while (archive := directory / f"metrics.before-restart-{number}.jsonl").exists():
         number += 1
-    rows.rename(archive)
+    metrics_path.rename(archive)
     return archive
 
 
@@ -272,12 +290,12 @@ def origin_files(directory: Path) -> list[str]:
 
 def check_run_files_regular(directory: Path) -> None:
     """Raises ValueError for a link, a pipe or a device in a run directory: it would lead out of it, or never end."""
-    waiting, unread = [os.fspath(directory)], [directory / name for name in UNCHECKED_DIRECTORIES]
-    while waiting:
-        with suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:  # a run removes checkpoints meanwhile
+    pending, unchecked = [os.fspath(directory)], [directory / name for name in UNCHECKED_DIRECTORIES]
+    while pending:
+        with suppress(FileNotFoundError), os.scandir(pending.pop()) as entries:  # a run removes checkpoints meanwhile
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    waiting += [entry.path] if Path(entry.path) not in unread else []
+                    pending += [entry.path] if Path(entry.path) not in unchecked else []
                 elif not entry.is_file(follow_symlinks=False):
                     what = "a symbolic link" if entry.is_symlink() else "neither a file nor a directory"
                     raise ValueError(f"{entry.path} is {what}; a run directory holds files and directories: remove it")
@@ -293,8 +311,10 @@ def _note(text: str) -> None:
 
 
 def _run_id_of(run: RunDirectory) -> str:
-    """Returns the identifier for a run without run.json: a new one for a fresh run; else that of its checkpoints, or,
-    if they have none, a hash of its config, equal on every process."""
+    """Returns the identifier for a run without run.json: a new one for a fresh run, else that of its checkpoints.
+
+    If the checkpoints have none, returns a hash of the config, which is equal on every process.
+    """
     if not run.values:
         return new_run_id()
     if (folder := run.path / CHECKPOINTS).is_dir():
@@ -305,8 +325,10 @@ def _run_id_of(run: RunDirectory) -> str:
 
 
 def _mark_saved(directory: Path, committed: Callable[[int], object], step: int) -> None:
-    """Records in run.json that the run has had a checkpoint: a run whose checkpoints were removed does not restart at
-    0."""
+    """Records in run.json that the run has had a checkpoint.
+
+    A run whose checkpoints were removed then does not restart at step 0.
+    """
     committed(step)
     identity = load_identity(directory)
     if identity is not None and not identity.saved:
@@ -314,8 +336,11 @@ def _mark_saved(directory: Path, committed: Callable[[int], object], step: int) 
 
 
 def _refuse_lost_checkpoints(config: TrainConfig, directory: Path, identity: RunIdentity) -> None:
-    """Raises ValueError if a run without a checkpoint has had one: run.json records it, or, if an earlier version wrote
-    that, its metrics reach its last step, or its first checkpoint while the directory of checkpoints is missing."""
+    """Raises ValueError if a run without a checkpoint has had one.
+
+    run.json records it. If an earlier version wrote run.json, the metrics show it: they reach the last step, or, if the
+    checkpoint directory is missing, the step of the first checkpoint.
+    """
     rows = read_rows(directory / METRICS_FILE) if (directory / METRICS_FILE).exists() else []
     last = rows[-1].get("step", 0) if rows else 0
     due = config.steps if (directory / CHECKPOINTS).is_dir() else config.checkpoint.every or config.steps

@@ -63,9 +63,11 @@ class ChangedRun(ValueError):
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Content of run.json. `run`: a random identifier. `data`: fingerprint of the data set. `files`: the seal, name ->
-    sha256, two of them while a file is replaced. `made_with`: software versions that trained the run last. `saved`: the
-    run has had a checkpoint."""
+    """Content of run.json.
+
+    run: a random identifier. data: fingerprint of the data set. files: the seal, name -> sha256 (old and new while a
+    file is replaced). made_with: software versions that trained the run last. saved: the run has had a checkpoint.
+    """
 
     run: str
     data: str
@@ -75,9 +77,11 @@ class RunIdentity:
 
 
 class RunDirectoryClaim:
-    """Context manager that locks a run directory, from before its first check to the end of the run. One process per
-    directory; all checks that count happen under the lock. An error before the first step removes a directory that was
-    empty or did not exist; only the process with the lock removes anything."""
+    """Context manager that locks a run directory for one process, from its first check to the end of the run.
+
+    The decisive checks happen under the lock. An error before the first step removes a directory that was empty or did
+    not exist; only the process with the lock removes anything.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -85,10 +89,10 @@ class RunDirectoryClaim:
 
     def __enter__(self) -> "RunDirectoryClaim":
         with contextlib.suppress(FileNotFoundError):  # another process removes files meanwhile; the lock decides
-            check_run_directory(self.directory)  # before anything is created in a foreign directory
+            check_run_directory(self.directory)  # before anything is created in a directory that is no run's
         self._lock = RunLock(self.directory)
         try:
-            check_run_directory(self.directory)  # the check that counts: the directory is locked
+            check_run_directory(self.directory)  # the decisive check: the directory is locked now
         except BaseException:
             self._lock.close()
             raise
@@ -107,8 +111,10 @@ class RunDirectoryClaim:
         self._lock.close()
 
     def _remove_failed_start(self) -> None:
-        """Removes what this run has written, the lock last: until then no other process can have the directory. Files
-        of others stay."""
+        """Removes the files of this run, the lock last: until then no other process can claim the directory.
+
+        Files of other programs stay.
+        """
         for path in [path for path in self._startup_files() if not path.parent.is_symlink()]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -140,8 +146,10 @@ class RunDirectoryClaim:
 
 
 def check_run_directory(directory: Path) -> None:
-    """Raises ValueError if `directory` cannot be a run directory: foreign files are never overwritten. A config.json is
-    not enough for a run: models have one too."""
+    """Raises ValueError if `directory` cannot be a run directory: files of other programs are never overwritten.
+
+    A config.json does not make it a run: models have one too.
+    """
     validated_output_path(directory, flag="--run-dir")
     if not directory.exists() and not directory.is_symlink():
         return
@@ -176,7 +184,7 @@ def load_identity(directory: Path) -> RunIdentity | None:
         )
     try:
         values = parse_json(text, what=str(path))
-        if "config_sha256" in values:  # of a version that sealed the config alone
+        if "config_sha256" in values:  # written by a version that sealed only the config
             values["files"] = {"config.json": values.pop("config_sha256")}
         return from_dict(RunIdentity, values)
     except (TypeError, AttributeError, ValueError):
@@ -208,11 +216,11 @@ def dataset_fingerprint(dataset: Any) -> str:
     if dataset is None:
         return "synthetic"
     mixture = as_mixture(dataset)
-    parts = [
+    fingerprints = [
         [hashlib.sha256(part.manifest.to_json().encode()).hexdigest(), weight]
         for part, weight in zip(mixture.datasets, mixture.weights, strict=True)
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()[:32]
 
 
 def data_changes(stored: str | None, content: str) -> list[str]:
@@ -241,8 +249,10 @@ def text_sha256(text: str) -> str:
 
 
 def _fields(path: Path) -> set[str]:
-    """Returns the names of the fields in a JSON file. A damaged file next to checkpoints counts as a config: the error
-    comes from `open_run_directory`, which names the remedy."""
+    """Returns the names of the fields in a JSON file.
+
+    A damaged file next to checkpoints counts as a config: `open_run_directory` then raises the error with the remedy.
+    """
     try:
         values = read_json(path) if path.is_file() else None
     except UnreadableFile:

@@ -1,7 +1,7 @@
-"""Runs by name: each is a frozen config of its own. A new run is a new entry of `RUNS`.
+"""Run presets: a frozen config by name. A new preset is a new entry of `RUN_PRESETS`.
 
-Learning rates fall with size as the Llama 3 report and the small-model literature have it; batches are those of the
-published NVFP4 runs where there is one.
+Learning rates decrease with model size as in the Llama 3 report and the small-model literature. Batch sizes are those
+of published NVFP4 runs where there is one.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from halfbyte.train.train_config import CheckpointConfig, LogConfig, PrecisionCo
 
 
 def _demo_preset(name: str) -> TrainConfig:
-    """On the embedded corpus: minutes on a laptop."""
+    """Returns a run on the embedded corpus: minutes on a laptop."""
     return TrainConfig(
         name=name,
         model=models.preset(name),
@@ -31,7 +31,7 @@ def _demo_preset(name: str) -> TrainConfig:
 
 
 def _small_preset(name: str, *, learning_rate: float, batch: int, seq: int) -> TrainConfig:
-    """A size of the low-precision literature."""
+    """Returns a run of a model size of the low-precision training literature."""
     return TrainConfig(
         name=name,
         model=models.preset(name),
@@ -45,7 +45,7 @@ def _small_preset(name: str, *, learning_rate: float, batch: int, seq: int) -> T
 
 
 def _large_preset(name: str, *, batch: int, seq: int, learning_rate: float, remat: str, mesh: str = "") -> TrainConfig:
-    """On one device, or FSDP over all of them; or the mesh that is given."""
+    """Returns a run on `mesh`; without one on a single device, or with FSDP over all devices."""
     return TrainConfig(
         name=name,
         model=models.preset(name),
@@ -62,16 +62,17 @@ def _large_preset(name: str, *, batch: int, seq: int, learning_rate: float, rema
 
 
 def _nvl72_preset(name: str, *, mesh: str, devices: int, learning_rate: float) -> TrainConfig:
-    """One sequence per device. The fastest layout of a search for racks of GB300 (docs/distributed.md): only weights
-    are sharded, over all of them, gradients are reduced in bfloat16, the MLP in the run's recipe and attention's
-    linears in MXFP8.
+    """Returns a run with one sequence per device, in the fastest layout of a search for GB300 racks.
+
+    See docs/distributed.md: only weights are sharded, over all devices, gradients are reduced in bfloat16, the MLP runs
+    in the recipe of the run and the linears of attention in MXFP8.
     """
     base = _large_preset(name, mesh=mesh, batch=devices, seq=8192, learning_rate=learning_rate, remat="quantized")
     return dataclasses.replace(base, policy="mlp_mxfp8", precision=PrecisionConfig(reduce_dtype="bfloat16"))
 
 
 def _moe_preset(name: str, *, mesh: str, batch: int, accumulate: int = 1) -> TrainConfig:
-    """Devices share the experts. `tensor` and microbatches keep the tokens few that every device holds at once."""
+    """Returns a run with experts sharded over devices. `tensor` and microbatches limit the tokens per device."""
     base = _large_preset(name, mesh=mesh, batch=batch, seq=4096, learning_rate=3e-4, remat="full")
     return dataclasses.replace(base, policy="experts", accumulate=accumulate)
 
@@ -94,16 +95,16 @@ RUN_PRESETS: dict[str, Callable[[str], TrainConfig]] = {
     "qwen3-235b-a22b": partial(_moe_preset, mesh="fsdp=16,tensor=4", batch=64, accumulate=4),
     "llama3.1-405b": partial(_nvl72_preset, mesh="dcn.fsdp=2,fsdp=64", devices=128, learning_rate=8e-5),
 }
-"""Name -> what makes its config."""
+"""Name -> function that returns its config."""
 
 
 def run_names() -> list[str]:
-    """Names of all runs, smallest first."""
+    """Returns the names of all run presets, smallest first."""
     return list(RUN_PRESETS)
 
 
 def run_config(name: str) -> TrainConfig:
-    """The config of a run by name; ValueError with the nearest names."""
+    """Returns the config of a run preset; the ValueError for an unknown name suggests the nearest ones."""
     if name not in RUN_PRESETS:
         near = difflib.get_close_matches(name, RUN_PRESETS, n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -1,5 +1,6 @@
-"""Setting a run up: checks first, then the run directory. What is checked before anything is compiled is checked before
-anything is written.
+"""Sets up a run: checks first, then the run directory.
+
+All checks that need no compiled program happen before anything is written.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,12 +49,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Session:
-    """A run that may start: everything opened, everything checked."""
+    """Run that may start: data and mesh are opened, and all checks have passed."""
 
     config: TrainConfig
     existing_run: RunDirectory
     content: str
-    """What the data set holds, as a hash."""
+    """Fingerprint of the data set."""
     allow_change: bool
     mesh: Mesh
     source: BatchSource
@@ -66,11 +67,11 @@ class Session:
 
     @property
     def directory(self) -> Path:
-        """Where the run lives."""
+        """Returns the run directory."""
         return self.existing_run.path
 
     def manifest_of(self, phase: PrecisionPhase) -> PrecisionManifest:
-        """What every GEMM of a phase is; also of one that was not planned."""
+        """Returns the precision manifest of a phase, also of a fallback phase after a rollback."""
         device = lookup(jax.local_devices()[0])
         return build_precision_manifest(
             self.config, phase.resolved(self.config), phase.recipe, seq=self.source.seq, device=device
@@ -78,7 +79,7 @@ class Session:
 
 
 def open_session(config: TrainConfig, directory: Path, *, console: Console, allow_change: bool) -> Session:
-    """Check config, data, mesh and memory. Raises ValueError at the first thing that is wrong."""
+    """Checks config, data, mesh and memory. Raises ValueError at the first failed check."""
     is_main = jax.process_index() == 0
 
     def say(text: str) -> None:
@@ -94,12 +95,12 @@ def open_session(config: TrainConfig, directory: Path, *, console: Console, allo
     preflight = run_preflight(
         config, mesh, seq=source.seq, device=device, memory=device_memory_bytes(jax.local_devices()[0])
     )
-    counted = open_energy_meter(jax.local_devices())
-    return Session(config, existing, content, allow_change, mesh, source, preflight, console, say, is_main, counted)
+    energy = open_energy_meter(jax.local_devices())
+    return Session(config, existing, content, allow_change, mesh, source, preflight, console, say, is_main, energy)
 
 
 def log_run_header(session: Session) -> None:
-    """The head of the log: what will run, where, in which precision."""
+    """Logs the header of a run: model, devices, data, memory and the precision manifest."""
     config, preflight = session.config, session.preflight
     device = lookup(jax.devices()[0])
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -151,46 +152,49 @@ def selftest_native_gemms(session: Session) -> None:
         experts = native_linears(manifest, resolved, experts=True)
         if experts:
             session.say("comparing native GEMMs of experts with backend emulated ...")
-            each = {(recipe, sizes[1:]): path for path, recipe, sizes in experts}
-            errors = [compare_native_grouped_gemms(r, sides=sides, site=path) for (r, sides), path in each.items()]
+            path_by_gemm = {(recipe, sizes[1:]): path for path, recipe, sizes in experts}
+            errors = [
+                compare_native_grouped_gemms(r, sides=sides, site=path) for (r, sides), path in path_by_gemm.items()
+            ]
             _log_selftest_result(session, "GEMMs of experts", experts, errors)
 
 
 def _log_selftest_result(session: Session, what: str, sites: Sequence[Any], errors: Sequence[dict[str, float]]) -> None:
-    worst = ", ".join(f"{name} {max(each[name] for each in errors):.2g}" for name in GEMM_ROLES)
+    worst = ", ".join(f"{name} {max(error[name] for error in errors):.2g}" for name in GEMM_ROLES)
     names = ", ".join(dict.fromkeys(recipe.name for _, recipe, _ in sites))
     session.say(f"self-test of native {names} {what} against backend emulated passed ({worst})")
 
 
 def check_stacked_residuals_of_loops(session: Session, every: Sequence[PrecisionPhase]) -> None:
-    """Compare what kernels write into, and read from, the stacks of looped layers with a layer alone, under the recipes
-    of each segment's MLPs in these phases; where no kernel does so, nothing is said.
+    """Compares the residuals that kernels write into stacks of scanned layers, and read from them, with a single layer.
+
+    Runs under the recipes of each segment's MLPs in these phases. Logs nothing if no kernel uses stacks.
     """
     config = session.config
     if not uses_stacked_residuals(config.unroll, config.remat):
         return
-    looped = (each for phase in every for each in _looped_mlps(phase.resolved(config), session.manifest_of(phase)))
-    for recipes, backend in dict.fromkeys(looped):
+    mlps = (mlp for phase in every for mlp in _looped_mlps(phase.resolved(config), session.manifest_of(phase)))
+    for recipes, backend in dict.fromkeys(mlps):
         if stacked_residuals_match_reference(recipes, backend, ACTIVATIONS[config.model.activation]):
             names = ", ".join(dict.fromkeys(recipe.name for recipe in recipes))
             session.say(f"self-test of layers that {backend} keeps in a loop's stacks under {names} passed")
 
 
 def _looped_mlps(resolved: ResolvedPolicy, manifest: PrecisionManifest) -> Iterator[tuple[tuple[Recipe, ...], str]]:
-    """(the recipes of gate, up and down, the backend that serves them all) of each segment with several layers."""
+    """Yields (recipes of gate, up and down; their common backend) of each segment with several layers."""
     mlps = [site for site in manifest.sites if site.path.removeprefix("layers/mlp/") in MLP_SITES]
     for segment in resolved.segments:
-        here = [site for site in mlps if site.layers[0] <= segment.start < site.layers[1]]
-        recipes = tuple(segment.recipes[site.path] for site in here)
-        backends = {site.backend for site in here}
-        several = segment.stop - segment.start > 1
-        if several and len(backends) == 1 and all(recipe.quantized for recipe in recipes):
+        segment_mlps = [site for site in mlps if site.layers[0] <= segment.start < site.layers[1]]
+        recipes = tuple(segment.recipes[site.path] for site in segment_mlps)
+        backends = {site.backend for site in segment_mlps}
+        is_scanned = segment.stop - segment.start > 1
+        if is_scanned and len(backends) == 1 and all(recipe.quantized for recipe in recipes):
             yield recipes, backends.pop()
 
 
 @dataclass
 class RunOutputs:
-    """Everything a run writes to, closed together."""
+    """Outputs of a run, closed together."""
 
     stack: ExitStack
     store: CheckpointManager
@@ -199,10 +203,10 @@ class RunOutputs:
     capture: ProfileCapture
     display: ProgressDisplay | None = None
     claim: RunDirectoryClaim | None = None
-    """On the process that holds the directory."""
+    """None except on the process that locks the directory."""
 
     def assert_still_claimed(self) -> None:
-        """Raise OSError if the run directory is no longer the one that was claimed; nothing is left at its place."""
+        """Raises OSError, and deletes unfinished saves, if the run directory is no longer the claimed one."""
         try:
             if self.claim is not None:
                 self.claim.assert_still_held()
@@ -211,7 +215,7 @@ class RunOutputs:
             raise
 
     def write(self, row: dict[str, Any]) -> None:
-        """One record to every sink and to the display."""
+        """Writes one row to every sink and to the display."""
         for sink in self.sinks:
             sink.write(row)
         if self.display is not None:
@@ -219,33 +223,35 @@ class RunOutputs:
 
 
 def finalize_directory(session: Session, taken: OpenedRun, returns: Sequence[Rollback]) -> None:
-    """The checkpoint is restored, nothing can be refused any more: write config.json, manifest.json and the facts of
-    the data."""
+    """Writes config.json, manifest.json and the facts of the data.
+
+    Call it after the checkpoint was restored: no later check refuses the run.
+    """
     if not session.is_main:
         return
     facts = session.source.facts()
     write_run_files(
         session.directory, session.config, taken.identity, content=session.content, facts=facts, say=session.say
     )
-    every = phases(session.config)
+    run_phases = phases(session.config)
     for back in returns:
-        every = with_fallback_recipe(every, back.step, back.recipe)
-    write_manifest(session, every, returns)
+        run_phases = with_fallback_recipe(run_phases, back.step, back.recipe)
+    write_manifest(session, run_phases, returns)
 
 
 def write_manifest(session: Session, every: Sequence[PrecisionPhase], returns: Sequence[Rollback]) -> None:
-    """manifest.json: every phase of the run with its steps, and every return to a checkpoint."""
-    listed = [
+    """Writes manifest.json: every precision phase of the run with its steps, and every rollback."""
+    manifests = [
         {"steps": [phase.start + 1, phase.stop], **session.manifest_of(phase).to_json()}
         for phase in every
         if phase.stop > phase.start
     ]
-    manifest = {**listed[0], "phases": listed, "returns": [asdict(back) for back in returns]}
+    manifest = {**manifests[0], "phases": manifests, "returns": [asdict(back) for back in returns]}
     write_json(session.directory / "manifest.json", manifest)
 
 
 def count_discarded_rows(session: Session, step: int) -> list[dict[str, Any]]:
-    """Rows that the run before has written past `step`: work that is done again. Those that are missing are said."""
+    """Returns the rows after `step`, whose steps are recomputed. Logs a note if rows before `step` are missing."""
     path = session.directory / "metrics.jsonl"
     if not session.is_main:
         return []
@@ -260,7 +266,7 @@ def count_discarded_rows(session: Session, step: int) -> list[dict[str, Any]]:
 
 
 def open_sinks(session: Session, stack: ExitStack, *, resume_step: int | None) -> list[Sink]:
-    """JSONL always; TensorBoard and Weights & Biases as configured. None on other processes than the first."""
+    """Opens JSONL, and TensorBoard and Weights & Biases if configured. Returns no sinks except on process 0."""
     if not session.is_main:
         return []
     config, directory = session.config, session.directory
@@ -283,7 +289,7 @@ def open_sinks(session: Session, stack: ExitStack, *, resume_step: int | None) -
 
 
 def open_display(session: Session, stack: ExitStack, *, done: int) -> ProgressDisplay | None:
-    """The live panel or plain lines, on the first process; `done` steps are behind the run."""
+    """Opens the live panel or plain lines on process 0; `done` steps are already finished."""
     if not session.is_main:
         return None
     config = session.config
@@ -294,6 +300,6 @@ def open_display(session: Session, stack: ExitStack, *, done: int) -> ProgressDi
 
 
 def make_throughput_meter(session: Session, phase: PrecisionPhase) -> Throughput:
-    """Rates of a step in one precision phase."""
+    """Returns the throughput meter of one precision phase."""
     tokens = session.config.batch * session.source.seq
     return session.manifest_of(phase).meter(lookup(jax.devices()[0]), tokens=tokens, devices=len(jax.devices()))

@@ -217,8 +217,8 @@ class TrainConfig:
         check_run_name(self.name)
         object.__setattr__(self, "recipe", _canonical_recipe_text(self.recipe))
         parse_mesh(self.mesh)
-        given: Any = self.policy  # the rules, not the file, are what a run is
-        rules = policy_to_text(given) if isinstance(given, Policy) else pin_to_digest(read_policy_text(given))
+        value: Any = self.policy  # the rules, not the file, are what a run is
+        rules = policy_to_text(value) if isinstance(value, Policy) else pin_to_digest(read_policy_text(value))
         object.__setattr__(self, "policy", rules)
         with suppress(UntrustedPinnedProgramError):
             policy(self.policy, recipe(self.recipe))
@@ -247,12 +247,12 @@ class TrainConfig:
 
     @property
     def rounding_seed(self) -> int:
-        """Seed of the random bits of rounding; initialisation and data order have `seed` itself."""
+        """Returns the seed of stochastic rounding; initialization and data order use `seed`."""
         return (self.seed + NOISE_SEED_STRIDE * self.precision.noise_seed) % 2**31
 
 
 def _canonical_recipe_text(value: Any) -> str:
-    """What the config holds of a recipe: its name, its file with the file's hash, or itself, spelled out."""
+    """Returns a recipe as the config stores it: its name, its file with the file's hash, or all its fields."""
     return recipe_to_text(value) if isinstance(value, Recipe) else pin_to_digest(value)
 
 

@@ -1,4 +1,4 @@
-"""The train step: a pure function (state, batch) -> (state, metrics), and its compilation by XLA.
+"""Train step: a pure function (state, batch) -> (state, metrics), and its compilation by XLA.
 
 The loop runs this step, and the planner lowers the same one. The batch is split into `accumulate` microbatches; a scan
 sums their gradients in float32, each divided by the scored tokens of the *whole* step, so that the result does not
@@ -50,8 +50,8 @@ SUMS = ("nll_sum", "z_sum", "tokens")  # over the scored tokens of a microbatch,
 SEPARATE_REDUCE_AXIS = "data"  # gradients are summed over this axis once per step
 ROUTER_SUMS = ("balance_sum", "router_z_sum", "load")  # of models with experts
 PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
-# Measured fractions of the peaks in the device table, of GEMMs, attention forward and backward, passes and links. Only
-# their ratios decide the order.
+# Measured fractions of the peaks in the device table: GEMMs, attention forward and backward, passes, links. Only their
+# ratios affect the order.
 GEMM_EFFICIENCY, ATTENTION_EFFICIENCY, MEMORY_EFFICIENCY_GPU, LINKS = 0.72, (0.6, 0.45), 0.75, 0.78
 
 
@@ -93,8 +93,8 @@ class StepScheduling:
         return lowered.compile(compiler_options={PROFILE: str(_write_profile(to_profile_proto(times)))})
 
     def _times(self, lowered: Any, device: Device) -> dict[str, float] | None:
-        """Returns microseconds by instruction, those of the first rank: from the cache, or from a compilation, in which
-        all ranks take part.
+        """Returns microseconds by instruction, on all ranks those of rank 0: from its cache, or from a compilation in
+        which all ranks take part.
         """
         text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         facts = {"step": text, "mesh": dict(self.mesh.shape), "device": device.name, "options": self.options}
@@ -111,8 +111,8 @@ class StepScheduling:
 
         main = jax.process_index() == 0
         known = self.share("known", main and is_cached("schedule", facts))[0]
-        mine = cached_json("schedule", facts, compute, say=self.say) if main else None if known else compute()
-        times: dict[str, float] | None = self.share("times", mine if main else None)[0]
+        local_times = cached_json("schedule", facts, compute, say=self.say) if main else None if known else compute()
+        times: dict[str, float] | None = self.share("times", local_times if main else None)[0]
         return times
 
 
@@ -140,7 +140,7 @@ def make_train_step(config: TrainConfig, resolved: ResolvedPolicy, mesh: Mesh) -
             apply_updates(state.params, updates, rate), sums.get("load"), config.balance_rate
         )
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
-        params = lax.optimization_barrier(keep(params, state.params))  # `params_checksum` reads what is stored
+        params = lax.optimization_barrier(keep(params, state.params))  # `params_checksum` reads the stored values
         next_state = TrainState(
             step=state.step + 1,
             params=params,
@@ -167,12 +167,12 @@ def make_train_step(config: TrainConfig, resolved: ResolvedPolicy, mesh: Mesh) -
 
 
 def step_inputs(state: TrainState) -> dict[str, jax.Array]:
-    """Returns what `loss_and_grads` is given of the state in addition to the weights. The radar derives keys by it."""
+    """Returns key and loss scale, the arguments of `loss_and_grads` that depend on the state. Also for the radar."""
     return {"key": step_key(state.seed, state.step), "scale": state.scaler["scale"]}
 
 
 def fold_in_microbatch(key: jax.Array, index: jax.Array | int) -> jax.Array:
-    """Returns the key of one microbatch from its step's."""
+    """Returns the key of one microbatch, derived from the key of the step."""
     return jax.random.fold_in(key, index)
 
 
@@ -195,11 +195,11 @@ def jit_train_step(
     of `compiler_options`.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     return jax.jit(
         make_train_step(config, resolved, mesh),
         donate_argnums=0,
-        out_shardings=(shardings, everywhere),
+        out_shardings=(shardings, replicated),
         compiler_options=compiler_options(config, mesh, resolved, options or {}),
     )
 
@@ -232,12 +232,12 @@ def compiler_options(
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     memory = {"xla_gpu_memory_limit_slop_factor": 300} if mesh.size == 1 else {}
-    unfilled = {NO_ZERO_INIT_FLAG: True} if is_known_xla_flag(NO_ZERO_INIT_FLAG) else {}
+    no_zero_init = {NO_ZERO_INIT_FLAG: True} if is_known_xla_flag(NO_ZERO_INIT_FLAG) else {}
     gathered = any(mesh.shape.get(axis, 1) > 1 for axis in ("tensor", "context"))
-    routed = mesh.size > 1 and bool(config.model.experts)  # all devices know all logits
-    twice = config.remat == "full" and (gathered or routed)
-    ahead = {flag: off for flag, off in NO_GATHER_PIPELINING.items() if twice and is_known_xla_flag(flag)}
-    options: dict[str, Any] = {**ops.GPU_OPTIONS, **memory, **unfilled, **ahead}
+    routed = mesh.size > 1 and bool(config.model.experts)  # router logits are all-gathered
+    regathers = config.remat == "full" and (gathered or routed)
+    pipelining = {flag: off for flag, off in NO_GATHER_PIPELINING.items() if regathers and is_known_xla_flag(flag)}
+    options: dict[str, Any] = {**ops.GPU_OPTIONS, **memory, **no_zero_init, **pipelining}
     for backend in backends_of_policy(resolved):
         options |= backend.compiler_options
     return options | dict(more)
@@ -267,8 +267,9 @@ def loss_and_grads(
     config: TrainConfig, resolved: ResolvedPolicy, mesh: Mesh, inputs: tuple[Any, jax.Array | None], batch: Batch, *,
     key: jax.Array, scale: jax.Array,
 ) -> tuple[tuple[Any, Metrics], jax.Array | None]:  # fmt: skip
-    """Returns (`gradients`, the amaxes of this step) for `inputs`, (the weights, the amaxes of delayed scaling); None
-    for None."""
+    """Returns (`gradients`, amaxes of this step) for `inputs` (weights, amaxes of delayed scaling).
+
+    Without delayed scaling all amaxes are None."""
     params, amaxes = inputs
     scored = jnp.sum((batch["targets"] >= 0).astype(jnp.float32))
     weight = scale / jnp.maximum(scored, 1.0)
@@ -277,14 +278,14 @@ def loss_and_grads(
     once = config.accumulate > 1
     ready = models.quantize_weights(config.model, params, resolved, mesh) if once else params
     known = ready, amaxes
-    apart = (
+    data_axis = (
         SEPARATE_REDUCE_AXIS
         if once and not config.model.experts and mesh.shape.get(SEPARATE_REDUCE_AXIS, 1) > 1
         else None
     )
-    batch_over = tuple(axis for axis in DEFAULT_RULES.mesh_axes("batch") if axis != apart)
+    batch_over = tuple(axis for axis in DEFAULT_RULES.mesh_axes("batch") if axis != data_axis)
 
-    def one(params: Any, known: Any, micro: Batch, key: jax.Array) -> tuple[tuple[Any, Metrics], jax.Array | None]:
+    def grads_of(params: Any, known: Any, micro: Batch, key: jax.Array) -> tuple[tuple[Any, Metrics], jax.Array | None]:
         ready, amaxes = known
 
         def loss(params: Any, amaxes: jax.Array | None) -> tuple[jax.Array, Metrics]:
@@ -299,38 +300,38 @@ def loss_and_grads(
         return (lax.with_sharding_constraint(grads, models.param_shardings(config.model, mesh)), sums), seen
 
     if not once:
-        return one(params, known, batch, fold_in_microbatch(key, 0))
+        return grads_of(params, known, batch, fold_in_microbatch(key, 0))
 
-    def added_up(params: Any, known: Any, micros: Batch) -> tuple[tuple[Any, Metrics], jax.Array | None]:
+    def accumulate(params: Any, known: Any, micros: Batch) -> tuple[tuple[Any, Metrics], jax.Array | None]:
         def add(so_far: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             index, rows = micro
-            more, found = one(params, known, rows, fold_in_microbatch(key, index))
+            more, micro_amaxes = grads_of(params, known, rows, fold_in_microbatch(key, index))
             total, seen = so_far
-            return (jax.tree.map(jnp.add, total, more), jax.tree.map(jnp.maximum, seen, found)), None
+            return (jax.tree.map(jnp.add, total, more), jax.tree.map(jnp.maximum, seen, micro_amaxes)), None
 
         sums = dict.fromkeys(SUMS, jnp.zeros((), jnp.float32))
         if config.model.experts:
             sums |= dict.fromkeys(ROUTER_SUMS, jnp.zeros((), jnp.float32))
             sums["load"] = jnp.zeros((config.model.layers, config.model.experts), jnp.float32)
         start = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), sums
-        nothing = jax.tree.map(jnp.zeros_like, known[1])
-        total, seen = lax.scan(add, (start, nothing), (jnp.arange(config.accumulate), micros))[0]
-        return total if apart is None else lax.psum(total, apart), seen
+        zero_amaxes = jax.tree.map(jnp.zeros_like, known[1])
+        total, seen = lax.scan(add, (start, zero_amaxes), (jnp.arange(config.accumulate), micros))[0]
+        return total if data_axis is None else lax.psum(total, data_axis), seen
 
     micros = split_microbatches(batch, config.accumulate)
-    if apart is None:
-        return added_up(params, known, micros)
-    # JAX sums the gradient of a replicated value over its axes at once, in every microbatch. So this axis is manual in
-    # all that computes gradients, and each index along it accumulates its own; one psum follows.
-    specs = PartitionSpec(), PartitionSpec(), PartitionSpec(None, apart)
+    if data_axis is None:
+        return accumulate(params, known, micros)
+    # JAX all-reduces the gradient of a replicated value in every microbatch. So this axis is manual in the gradient
+    # computation: each index along it accumulates its own gradients, and one psum follows.
+    specs = PartitionSpec(), PartitionSpec(), PartitionSpec(None, data_axis)
     mapped = jax.shard_map(
-        added_up, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), axis_names={apart}, check_vma=False
+        accumulate, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), axis_names={data_axis}, check_vma=False
     )
     return mapped(params, known, micros)
 
 
 def split_microbatches(batch: Batch, count: int) -> Batch:
-    """[B, S] -> [count, B / count, S]. Row r is in microbatch r % count, so that rows stay on their device."""
+    """Reshapes [B, S] to [count, B / count, S]: row r is in microbatch r % count, so rows stay on their device."""
     return {name: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
 
 
@@ -376,8 +377,8 @@ def device_roofline(device: Device) -> Roofline:
 
 
 def _router_metrics(sums: Metrics) -> Metrics:
-    """Returns the losses of the routers, and the load of the fullest and of the emptiest expert of any layer, 1 if all
-    are equal; empty without experts.
+    """Returns router losses, and the largest and smallest load of an expert in any layer, relative to the layer's mean;
+    {} without experts.
     """
     if "load" not in sums:
         return {}
@@ -402,8 +403,7 @@ def _no_roofline_reason(device: Device) -> str:
 
 
 def _write_profile(profile: str) -> Path:
-    """Writes the profile to the user's cache, named by its content: its path is part of the key of JAX's compile
-    cache."""
+    """Writes the profile to the user's cache, named by its content: the path is part of JAX's compile cache key."""
     name = f"{hashlib.sha256(profile.encode()).hexdigest()[:32]}.pbtxt"
     try:
         path = user_cache() / "schedule" / name
