@@ -7,7 +7,7 @@ or an exact emulation. What XLA computes is listed as `xla`. `auto` is resolved 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,7 @@ class StepShapes:
 
     config: TrainConfig
     ctx: ModelContext
+    specs: dict[str, Any]
     rows: int
     seq: int
     device: Device
@@ -92,7 +93,7 @@ class StepShapes:
     def plan(self, site: models.LinearShape, recipe: Recipe) -> ops.LinearPlan:
         """Plans a linear of a layer with the execution config that the layer has while it is traced."""
         group, name = site.path.removeprefix("layers/").split("/")
-        here = LayerContext(self.ctx, models.param_specs(self.config.model), {site.path: recipe}, {})
+        here = LayerContext(self.ctx, self.specs, {site.path: recipe}, {})
         x = jax.ShapeDtypeStruct((self.rows, self.seq, site.k), self.ctx.compute_dtype)
         w = jax.ShapeDtypeStruct((site.k, site.n), jnp.float32)
         return ops.plan_placed_linear(x, w, recipe, here.execution(x, group, (name,), {name: w}), self.device)
@@ -115,7 +116,7 @@ def step_shapes(config: TrainConfig, resolved: ResolvedPolicy, *, seq: int, devi
     mesh = AbstractMesh(tuple(sizes.get(axis, 1) for axis in ALL_MESH_AXES), ALL_MESH_AXES, types)
     # A plan reads only names and sizes of the mesh axes.
     ctx = make_model_context(config, resolved, cast(Mesh, mesh), None)
-    return StepShapes(config, ctx, config.batch // config.accumulate, seq, device)
+    return StepShapes(config, ctx, models.param_specs(config.model), config.batch // config.accumulate, seq, device)
 
 
 def _norms(step: StepShapes) -> str:
