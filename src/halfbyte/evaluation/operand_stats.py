@@ -90,14 +90,14 @@ def _rounding_stats(sums: Mapping[str, jax.Array], many: jax.Array) -> dict[str,
 
 @jax.jit
 def operand_stats_of_linear(given: LinearCapture) -> dict[str, Any]:
-    """What is cheap to know of a linear: its operands under their own policies alone."""
-    found: dict[str, Any] = {}
+    """Returns the statistics of a linear's operands under their own policies, without the comparison of formats."""
+    stats_by_role: dict[str, Any] = {}
     for role, (name, axis) in ROLE_TENSOR_AXIS.items():
         policy: OperandPolicy = getattr(given.recipe, role)
         if policy.format.quantized:
-            told = tensor_stats(as_matrix(getattr(given, name)).astype(jnp.bfloat16), policy, axis)
-            found[role] = told | {"snr": {"own": told["snr"]}}
-    return found
+            stats = tensor_stats(as_matrix(getattr(given, name)).astype(jnp.bfloat16), policy, axis)
+            stats_by_role[role] = stats | {"snr": {"own": stats["snr"]}}
+    return stats_by_role
 
 
 def blocks_as_rows(x: jax.Array, block: str, axis: int) -> jax.Array | None:
